@@ -87,7 +87,7 @@ class Sampler:
             sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, b"")
             for c in completions
         ]
-        made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
+        made = worker.make_rollouts(run, group, task, prompt, samples)
         assert self.env.score is not None
         texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in samples]
         return [

@@ -21,7 +21,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import random
 import re
@@ -57,8 +56,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
 EPISODES = ("rollouts", "errors", "turns")  # counted by environment
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
-
-_key = operator.itemgetter("split", "step", "group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +259,7 @@ class _Groups:
             self._hear(reply)
             least_s = float(reply.get("wait_s", 0.0))
             for group in reply["groups"]:
-                key = _key(group)
+                key = group.key
                 if key not in self._held:  # else its lease ran out, and it is still in progress
                     self._held.add(key)
                     self._worker.counts["leased"] += 1
@@ -307,15 +304,15 @@ class _Groups:
         if "servers" in reply and not self._own_server:
             self._client.servers.tell(reply["servers"])
 
-    async def _complete(self, group: dict) -> None:
+    async def _complete(self, group: lease.Lease) -> None:
         """Generates a group and queues it for submission, or gives it back."""
         try:
             with self._worker.metrics.seconds["group"].time():
-                run = self._runs[group.get("env", "")]
+                run = self._runs[group.env]
                 rollouts = await roll_out(self._client, run, self._worker.key, group)
             self._num_failures, self._problem = 0, ""
             self._worker.add(rollouts)
-            return self._finished.put_nowait((_key(group), rollouts))
+            return self._finished.put_nowait((group.key, rollouts))
         except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
             pause_s, problem = VOID_PAUSE_S, ""  # the next one may have the same fate
             if self._own_server:  # only its owner can make it follow the run
@@ -326,14 +323,14 @@ class _Groups:
             self._note_problem(group, problem)
             self._num_failures += 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
-        self._held.discard(_key(group))
+        self._held.discard(group.key)
         self._worker.counts["returned"] += 1
-        await self._signed.lease(0, [list(_key(group))], problem=sign_in.one_line(problem))
+        await self._signed.lease(0, [list(group.key)], problem=sign_in.one_line(problem))
         await asyncio.sleep(pause_s)
 
-    def _note_problem(self, group: dict, problem: str) -> None:
+    def _note_problem(self, group: lease.Lease, problem: str) -> None:
         if problem != self._problem:
-            cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {problem}")
+            cli.note(f"group {'/'.join(map(str, group.key))} is given back: {problem}")
             self._worker.lines.append(problem)
             self._news.set()
         self._problem = problem
@@ -366,7 +363,7 @@ class _Groups:
 
 
 def make_rollouts(
-    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
+    run: Run, group: lease.Lease, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
     P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
@@ -377,11 +374,11 @@ def make_rollouts(
             sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
             logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
             versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
-            temperature=group["temperature"],
-            seed=(group["seed"] + index) % 2**32,
-            task=rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed),
+            temperature=group.temperature,
+            seed=(group.seed + index) % 2**32,
+            task=rollout_lib.TaskRef(run.env.name, group.index, group.group, run.env_seed),
             sample=index,
-            step=group["step"],
+            step=group.step,
             reward=one.scores["reward"],
             rewards=one.scores,
             finish_reason=sample.finish_reason,
@@ -398,39 +395,62 @@ def make_rollouts(
     ]
 
 
-async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
+async def roll_out(
+    client: client_lib.Client, run: Run, key: rollout_lib.WorkerKey, group: lease.Lease
+) -> list[rollout_lib.Rollout]:
     """Generates and scores the rollouts of a group as leased, and signs them. Raises the errors of `Client.generate`."""
-    trains = group["split"] == "train"
-    sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
+    trains = group.split == "train"
+    sampling = run.sampling | {"n": group.num_samples, "temperature": group.temperature, "seed": group.seed}
     sampling["return_routed_experts"] = run.router_replay and trains
     if trains and kept_sets.width(run.sampling, 1):
         sampling["return_kept_tokens"] = True
-    sampling |= {"oldest_prefix_version": group["min_version"]} if run.player and trains else {}
-    pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
-    pins |= {"oldest_version": group["min_version"]}
-    sticky = "/".join(map(str, _key(group)))
+    if run.player and trains:
+        sampling["oldest_prefix_version"] = group.min_version
+    complete = functools.partial(
+        client.generate,
+        proofs=trains,
+        sticky="/".join(map(str, group.key)),
+        policy_version=group.version,
+        policy_epoch=group.epoch,
+        oldest_version=group.min_version,
+    )
     if run.player:
-
-        async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
-            asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
-            own = pins | {"oldest_version": max(group["min_version"], call.oldest_version)}
-            own["policy_epoch"] = max(pins["policy_epoch"], call.epoch)
-            return await client.generate(call.prompt, asked, proofs=trains, sticky=sticky, **own)
-
-        ref = rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed)
-        rollouts = await run.player.play(generate, group, ref, run.env_digest)
+        rollouts = await _play(run.player, complete, sampling, run, group)
         return await asyncio.to_thread(rollout_lib.sign_all, rollouts, key)
-    task, prompt = run.task(group["index"], group["split"])
-    samples = await client.generate(prompt, sampling, proofs=trains, sticky=sticky, **pins)
+    task, prompt = run.task(group.index, group.split)
+    samples = await complete(prompt, sampling)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     if run.vine and run.scorer and trains:
         scorer = run.scorer
-        score = lambda texts: [one.scores for one in scorer.score(task, texts)]  # noqa: E731
-        complete = functools.partial(client.generate, proofs=True, sticky=sticky, **pins)
-        own = complete, score, run.tokenizer, rollouts, sampling, group["seed"], run.vine
-        rollouts = await continuations.sample(*own)
+
+        def score(texts: Sequence[str]) -> list[Mapping[str, float]]:
+            return [one.scores for one in scorer.score(task, texts)]
+
+        rollouts = await continuations.sample(
+            generate=complete,
+            score=score,
+            tokenizer=run.tokenizer,
+            roots=rollouts,
+            sampling=sampling,
+            group_seed=group.seed,
+            options=run.vine,
+        )
     return rollout_lib.sign_all(rollouts, key)
+
+
+async def _play(
+    player: group_lib.Player, complete: Callable, sampling: dict, run: Run, group: lease.Lease
+) -> list[rollout_lib.Rollout]:
+    """Plays the episodes of a group; `complete` generates for its lease. Returns their unsigned rollouts."""
+
+    async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
+        asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
+        oldest, epoch = max(group.min_version, call.oldest_version), max(group.epoch, call.epoch)
+        return await complete(call.prompt, asked, oldest_version=oldest, policy_epoch=epoch)
+
+    task = rollout_lib.TaskRef(run.env.name, group.index, group.group, run.env_seed)
+    return await player.play(generate, group, task, run.env_digest)
 
 
 def _digest(description: dict) -> str:
@@ -486,8 +506,20 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: score
         player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
     else:
         scorer = scorer_lib.Scorer(found, located, seed, **own)
-    described = env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player
-    return Run(*described, vine=body.get("vine"))
+    return Run(
+        env=env,
+        scorer=scorer,
+        player=player,
+        env_seed=seed,
+        tokenizer=loaded,
+        servers=servers,
+        server_keys=keys,
+        sampling=sampling,
+        router_replay=router_replay,
+        work_bits=work_bits,
+        env_digest=expected,
+        vine=body.get("vine"),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,7 +20,8 @@ from rl.orchestrator import nodes, shared
 from rl.orchestrator.groups import give_backs as give_backs_lib
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
-from rl.protocol import env_mix, registry, task_schedule
+from rl.protocol import env_mix, registry
+from rl.protocol import lease as lease_lib
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,7 +46,7 @@ class Leases:
         begun_us: int = 0,
         holding: Collection[queue_entry.Key] | None = None,
         problem: str = "",
-    ) -> list[task_schedule.Group]:
+    ) -> list[lease_lib.Lease]:
         """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
 
         `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish,
@@ -103,9 +104,7 @@ class Leases:
                 self.shared.queue.drop(key, "left_out")
         self.shared.changed.notify_all()
 
-    def _lease(
-        self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
-    ) -> list[task_schedule.Group]:
+    def _lease(self, worker: str, capacity: int, network: str, now_s: float, begun_us: int) -> list[lease_lib.Lease]:
         """Leases open groups or, if there are none, copies of late ones; returns them. The caller has the lock."""
         is_known = self.shared.health.is_known(worker) and not self.shared.health.is_banned(worker)
         count = self._room(worker, network, capacity, now_s, is_known=is_known)
@@ -225,7 +224,7 @@ class Leases:
             self.shared.counts["lease_returned"] += 1
             self.shared.health.lost(lease.worker, lease.group.key, now_s, blame=blame)
 
-    def _expire(self, lease: queue_entry.Lease, now_s: float, count: str, *, blame: bool = True) -> None:
+    def _expire(self, lease: queue_entry.HeldLease, now_s: float, count: str, *, blame: bool = True) -> None:
         """Counts a lease that ended without rollouts, also against its worker if it is to `blame`, and could reach a server."""
         self.shared.counts[count] += 1
         is_to_blame = blame and not self.nodes.was_away(lease.since_s)

@@ -96,7 +96,7 @@ def make_app(
         if orchestrator.is_ended:
             orchestrator.nodes.leave(worker, "worker")
         # Signed over the request, so that no third party can send a worker to other tasks.
-        reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
+        reply = {"groups": [group.to_json() for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
         reply |= _news(orchestrator, worker if groups else None)

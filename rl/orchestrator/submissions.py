@@ -26,7 +26,8 @@ from rl.orchestrator import shared, worker_health
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
-from rl.protocol import check_rate, task_schedule
+from rl.protocol import check_rate
+from rl.protocol import lease as lease_lib
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
@@ -47,7 +48,7 @@ CheckGroupWithoutWeights = Callable[
 class Kept:
     """A training group in the log: submitted by `worker`, and checked without weights."""
 
-    group: task_schedule.Group
+    group: lease_lib.Lease
     worker: str
     digest: str
     scores: Mapping[int, Mapping[str, float] | None]
@@ -55,7 +56,7 @@ class Kept:
 
     def to_json(self) -> dict:
         """Returns all but the rollouts as a JSON object, for `read`."""
-        named = {"group": vars(self.group), "worker": self.worker, "digest": self.digest}
+        named = {"group": self.group.to_json(), "worker": self.worker, "digest": self.digest}
         return named | {"scores": [*self.scores.items()]}
 
     def entry(self, is_verified: bool) -> queue_entry.Entry:
@@ -98,7 +99,7 @@ def read_kept(log: row_log.RowLog) -> dict[queue_entry.Key, Kept]:
         for head, rows in log.read(step):
             if verdict_lib.group_digest(rows.rollouts) != head["digest"]:
                 continue
-            group = task_schedule.Group(**head["group"])
+            group = lease_lib.Lease(**head["group"])
             found[group.key] = Kept(group, head["worker"], head["digest"], dict(head["scores"]), rows.rollouts)
     return found
 

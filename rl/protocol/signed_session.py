@@ -22,9 +22,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH = 0.5, 20.0, 1.5  # between attempts; each is
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
 NUMBER = (int, float)
-# The fields of a leased group, with their types.
-GROUP = dict.fromkeys(("step", "group", "index", "seed", "num_samples", "min_version", "version"), int)
-GROUP |= {"split": str, "temperature": NUMBER}
 CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's description that change while it is on
 
 
@@ -94,7 +91,7 @@ class SignedSession:
     env_digest: str = ""  # of this worker's environment, if the run has named one
 
     async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **optional) -> dict:
-        """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`.
+        """Returns the reply with the leased `groups` (`lease.Lease`), after up to `wait_s` if there are none. Raises the errors of `exchange`.
 
         With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive. `problem` is the
         reason for `returned`.
@@ -103,8 +100,7 @@ class SignedSession:
         fields |= {"env_digest": self.env_digest} if self.env_digest else {}
         reply = await self._ask("/lease", **fields, **optional)
         _check_form("lease", [reply], groups=list)
-        _check_form("lease", reply["groups"], **GROUP)
-        return reply
+        return reply | {"groups": [lease.Lease.from_json(one) for one in reply["groups"]]}
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
         """Returns the reply to a heartbeat, which renews the leases of the groups in `holding`. Raises the errors of `exchange`."""
@@ -156,8 +152,7 @@ def _check_form(kind: str, found: Any, **fields: Any) -> None:
         for name, form in fields.items():
             value = one.get(name) if isinstance(one, dict) else None
             if not isinstance(value, form):
-                problem = f"the reply of the orchestrator to a {kind} request has {name} = {value!r:.80}"
-                raise ValueError(f"{problem}, which this worker cannot read; use the release of the orchestrator")
+                raise lease.unreadable(kind, name, value)
 
 
 def _reason(error: httpx.HTTPError) -> str:

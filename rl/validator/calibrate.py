@@ -36,7 +36,7 @@ from rl.envs.scoring import scorer
 from rl.experiment import base_fields
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.protocol import env_mix, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.verification import measurement, run_bands, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, bucket
@@ -61,7 +61,7 @@ def roll_out(
     exp: experiment_lib.Experiment,
     params: transformer.Params,
     version: int,
-    groups: Sequence[task_schedule.Group],
+    groups: Sequence[lease.Lease],
     key: rollout_lib.WorkerKey,
     *,
     change: Callable = lambda request: request,
@@ -110,7 +110,7 @@ def roll_out(
                 )
                 for c, e in zip(completions, experts, strict=True)
             ]
-            made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
+            made = worker.make_rollouts(run, group, task, prompt, samples)
             out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out
 
@@ -215,14 +215,14 @@ def variant_rollouts(
         mesh = mesh_lib.create(axes, devices=jax.devices()[:num_devices])
         adapters = exp.lora if lora.detach(params)[1] else None
         params = weights_lib.Store(exp.model, mesh, lora=adapters).load(lora.published(params))
-    groups: list[task_schedule.Group] = []
+    groups: list[lease.Lease] = []
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)
         step += 1
     model = dataclasses.replace(exp.model, **variant.get("model", {}))
     engine = dataclasses.replace(exp.engine, **variant.get("engine", {}))
     changed = dataclasses.replace(exp, model=model, engine=engine)
-    by_env: dict[str, list[task_schedule.Group]] = {}
+    by_env: dict[str, list[lease.Lease]] = {}
     for group in groups:
         by_env.setdefault(group.env, []).append(group)
     out = []

@@ -147,9 +147,9 @@ def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch
             return [scorer.Scored({"reward": 0.0}, 9.0, in_time=len(calls) == 2 or one != "b") for one in completions]
 
     async def roll_out(client, run, key, group):
-        run.scorer.score(dataclasses.replace(TASK, index=group["index"]), ["a", "b"])
+        run.scorer.score(dataclasses.replace(TASK, index=group.index), ["a", "b"])
         await asyncio.sleep(0.05)  # the other group is scored meanwhile
-        return rollout_lib.sign_all(groups.answers(task_schedule.Group(**group)), key)
+        return rollout_lib.sign_all(groups.answers(group), key)
 
     async def policy(servers, give_up_s):
         return 0, 0

@@ -45,8 +45,7 @@ TOKENIZER = tokenizer_lib.byte_chatml()
 OPTIONS = {"min_length": 3, "max_length": 6, "reward": "exact"}
 ENV = envs.load("reverse_text", seed=4, **OPTIONS)
 WAIT_S = 60
-GROUP = dict(step=3, group=7, split="train", index=12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1)
-GROUP["version"] = -1
+GROUP = lease.Lease(3, 7, "train", 12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1).to_json()
 RUN, OTHER_RUN = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
 

@@ -10,7 +10,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
-from rl.protocol import noise_seed
+from rl.protocol import lease, noise_seed
 
 MAX_RUNS = 2  # of an episode that makes other calls when it runs again
 # (call, count) -> completions of the call with the seeds call.seed to call.seed + count - 1
@@ -29,7 +29,7 @@ class Player:
     async def play(
         self,
         generate: Generate,
-        group: dict,
+        group: lease.Lease,
         task: rollout_lib.TaskRef,
         env_digest: str,
     ) -> list[rollout_lib.Rollout]:
@@ -38,11 +38,11 @@ class Player:
         Equal first prompts are one request, so that a server reads them once. Raises the errors of `generate`, and ValueError for an
         environment that is broken or not deterministic.
         """
-        opening = _Opening(generate, group["seed"], group["num_samples"])
-        origin = rollouts_lib.Origin(task, group["step"], group["temperature"], env_digest)
+        opening = _Opening(generate, group.seed, group.num_samples)
+        origin = rollouts_lib.Origin(task, group.step, group.temperature, env_digest)
         try:
             async with asyncio.TaskGroup() as tasks:
-                numbers = range(group["num_samples"])
+                numbers = range(group.num_samples)
                 found = [tasks.create_task(self._episode(opening, group, origin, number)) for number in numbers]
         except* Exception as errors:  # the first one ends the group
             raise errors.exceptions[0] from None
@@ -51,16 +51,16 @@ class Player:
         return [rollout for one in found for rollout in one.result()]
 
     async def _episode(
-        self, opening: "_Opening", group: dict, origin: rollouts_lib.Origin, number: int
+        self, opening: "_Opening", group: lease.Lease, origin: rollouts_lib.Origin, number: int
     ) -> list[rollout_lib.Rollout]:
         async def backend(call: session_lib.Call) -> sample_lib.Sample:
             return await opening.sample(call, number)
 
-        options = {"seed": group["seed"], "sample": number, "thinking": self.thinking}
-        options["sampling"] = {"temperature": group["temperature"]}
+        options = {"seed": group.seed, "sample": number, "thinking": self.thinking}
+        options["sampling"] = {"temperature": group.temperature}
         for _ in range(MAX_RUNS):
             session = session_lib.Session(self.tokenizer, backend, self.limits, **options)
-            played = await self.host.play(session, group["index"], group["split"])
+            played = await self.host.play(session, group.index, group.split)
             if played.error and not session.streams:
                 name = origin.task.env
                 raise ValueError(f"an episode of environment {name} failed before it asked the model: {played.error}")

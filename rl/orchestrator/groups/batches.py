@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Key, State
-from rl.protocol import curriculum, env_mix, task_schedule
+from rl.protocol import curriculum, env_mix, lease, task_schedule
 
 REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
 
@@ -74,7 +74,7 @@ class Batches:
         self,
         rule: BatchRule,
         queue: group_queue.GroupQueue,
-        make_groups: Callable[[Sequence[int], int], Sequence[task_schedule.Group]],
+        make_groups: Callable[[Sequence[int], int], Sequence[lease.Lease]],
         has_signal: Callable[[queue_entry.Entry], bool] = lambda entry: True,
     ):
         self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal

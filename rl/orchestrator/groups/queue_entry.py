@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import task_schedule
+from rl.protocol import lease as lease_lib
 from rl.protocol.lease import Key as Key
 
 MAX_PAST = 4  # expired leases of a group whose work is still taken
@@ -42,10 +42,10 @@ class Delivery(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lease:
+class HeldLease:
     """The right of a worker to produce a group before a deadline."""
 
-    group: task_schedule.Group  # with the pinned version
+    group: lease_lib.Lease  # with the pinned version
     worker: str
     since_s: float
     deadline_s: float
@@ -56,11 +56,11 @@ class Lease:
 class Entry:
     """A group in the queue with its state, its holders, and its submission."""
 
-    group: task_schedule.Group  # as leased last, or as it was leased to the worker that submitted
+    group: lease_lib.Lease  # as leased last, or as it was leased to the worker that submitted
     state: State = State.OPEN
     worker: str = ""  # that submitted, or got the first of the current leases
-    leases: dict[str, Lease] = dataclasses.field(default_factory=dict)  # by worker; none of the one that submitted
-    past: dict[str, Lease] = dataclasses.field(default_factory=dict)  # the newest expired lease of each worker
+    leases: dict[str, HeldLease] = dataclasses.field(default_factory=dict)  # by worker; none of the one that submitted
+    past: dict[str, HeldLease] = dataclasses.field(default_factory=dict)  # the newest expired lease of each worker
     rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
     digest: str = ""  # of the rollouts
     # Ours, by sample; None: timed out.
@@ -68,7 +68,9 @@ class Entry:
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
     since_s: float = -math.inf  # of the lease that the rollouts answer
-    spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
+    spares: list[tuple[HeldLease, list[rollout_lib.Rollout], str]] = dataclasses.field(
+        default_factory=list
+    )  # with digests
     oldest_version: int = 0  # of the submitted rollouts, prompts included
     lengths: Sequence[int] = ()  # sampled tokens of each
 
@@ -85,7 +87,7 @@ class Entry:
         spares = (spare[0].worker for spare in self.spares)
         return frozenset({*self.leases, *spares, *({self.worker} if self.is_submitted else ())})
 
-    def lease_of(self, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> Lease | None:
+    def lease_of(self, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> HeldLease | None:
         """Returns the lease that rollouts of `worker` answer: the current one, unless only an expired one pinned their version."""
         found = [leases[worker] for leases in (self.leases, self.past) if worker in leases]
         if len(found) > 1:
@@ -93,7 +95,7 @@ class Entry:
             found.sort(key=lambda lease: not (lease.group.version == -1 or versions == {lease.group.version}))
         return found[0] if found else None
 
-    def keep_past(self, lease: Lease) -> None:
+    def keep_past(self, lease: HeldLease) -> None:
         """Remembers a lease that ends: the work for it is still taken."""
         self.past.pop(lease.worker, None)
         self.past[lease.worker] = lease

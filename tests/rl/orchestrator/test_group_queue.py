@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl.orchestrator.groups import batches, group_queue, queue_entry, queue_index
 from rl.orchestrator.groups.queue_entry import Delivery, State
-from rl.protocol import task_schedule
+from rl.protocol import lease as lease_lib
 
 P, LEASE_S = 3, 10.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -21,9 +21,7 @@ TAKEN = "taken"
 
 
 def batch(step, split="train"):
-    return [
-        task_schedule.Group(step, group, split, group, group, 2, 1.0, 0) for group in range((step - 1) * P, step * P)
-    ]
+    return [lease_lib.Lease(step, group, split, group, group, 2, 1.0, 0) for group in range((step - 1) * P, step * P)]
 
 
 def rollouts(version=0):

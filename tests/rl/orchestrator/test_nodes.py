@@ -127,7 +127,7 @@ class Node:
 
     def lease(self, capacity=1, **fields):
         reply = self.http.post("/lease", json=signed_http.lease_body(self.key, self.session, capacity, **fields)).json()
-        return [task_schedule.Group(**group) for group in reply["groups"]]
+        return [lease_lib.Lease.from_json(group) for group in reply["groups"]]
 
 
 # ---- servers ---------------------------------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ def test_any_number_of_bad_spares_ends_no_run(make):
     (group,) = lease(orchestrator, 1)
     assert submit(orchestrator, answers(group)) == "quarantined"
     with orchestrator._changed:
-        spare = queue_entry.Lease(group, OTHER.worker, 0.0, 0.0), answers(group)[:1], "0" * 64
+        spare = queue_entry.HeldLease(group, OTHER.worker, 0.0, 0.0), answers(group)[:1], "0" * 64
         orchestrator._queue.entries[group.key].spares += [spare] * 1000
     go_on.set()
     checked(orchestrator)
@@ -1202,7 +1202,7 @@ def test_the_routes(make):
 
         reply = http.post("/lease", json=good).json()
         assert signed_message.is_signed(session.run, reply) and reply["request"] == good["signature"]
-        groups = [task_schedule.Group(**group) for group in reply["groups"]]
+        groups = [lease_lib.Lease.from_json(group) for group in reply["groups"]]
         assert groups == scheduled(orchestrator, 1)[:2]
         stranger = http.post("/lease", json=signed_http.lease_body(STRANGER, session))
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
@@ -1242,7 +1242,7 @@ def test_a_full_disk_ends_the_run_and_leaves_its_workers_an_answer(make, caplog)
         publish(orchestrator, 0)
         session = signed_http.session(http)
         reply = http.post("/lease", json=signed_http.lease_body(KEY, session, 2)).json()
-        groups = [task_schedule.Group(**group) for group in reply["groups"]]
+        groups = [lease_lib.Lease.from_json(group) for group in reply["groups"]]
         body = parquet.to_bytes([rollout_lib.sign(r, KEY) for group in groups for r in answers(group)])
         reply = http.post("/submit", **signed_http.submission(KEY, session, body))
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, "ledger.db cannot be written")

@@ -77,7 +77,7 @@ def world(tmp_path_factory):
         own = run[""]
         try:
             async with Swapping([url], swap, group.num_samples, keys=own.server_keys, run=RUN) as client:
-                return await worker.roll_out(client, own, KEY, dataclasses.asdict(group))
+                return await worker.roll_out(client, own, KEY, group)
         finally:
             await own.close()
 
