@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator.groups import queue_index
+from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import NEXT, Delivery, Entry, HeldLease, Key, State
 from rl.protocol import lease as lease_lib
 
@@ -49,7 +49,7 @@ class GroupQueue:
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
         self.epoch = -1  # that leases pin and rollouts have; -1: any
         self.min_version = -1  # the oldest that further leases of training groups allow; -1: the group's own
-        self._index = queue_index.QueueIndex()
+        self._index = queue_entry.QueueIndex()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
         self._max_deadlines = 0  # with more of them, those of ended leases are dropped
         self._serial = itertools.count()
@@ -321,7 +321,7 @@ class GroupQueue:
         ):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
-            if num_counted < queue_index.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+            if num_counted < queue_entry.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 yield key
 
     def _drop_ended(self) -> None:

@@ -1,5 +1,6 @@
-"""One group in the queue: its state, the leases on it, and the rollouts that were delivered."""
+"""One group in the queue: its state, the leases on it, and the rollouts that were delivered; and an index of all of them."""
 
+import collections
 import dataclasses
 import enum
 import math
@@ -10,6 +11,8 @@ from rl.protocol import lease as lease_lib
 from rl.protocol.lease import Key as Key
 
 MAX_PAST = 4  # expired leases of a group whose work is still taken
+MAX_HOLDERS = 2  # of a group at the same time, but for those that leave room
+_Keys = collections.OrderedDict[Key, None]
 
 
 class State(enum.Enum):
@@ -105,3 +108,49 @@ class Entry:
     def emptied(self) -> "Entry":
         """Returns an open entry of the same group, without leases and rollouts."""
         return Entry(self.group, was_decided=self.was_decided or self.state in (State.QUARANTINED, State.ELIGIBLE))
+
+
+class QueueIndex:
+    """The groups of a queue by state and by holder, so that no request of a worker has to look at all of them.
+
+    It has the keys of groups, as of the last `update` of each.
+    """
+
+    def __init__(self):
+        self.open: _Keys = collections.OrderedDict()  # in the order of the queue
+        self.aging: _Keys = collections.OrderedDict()  # LEASED, the oldest lease first
+        self.shared: _Keys = collections.OrderedDict()  # LEASED by MAX_HOLDERS: apart, as few get more
+        self.held: dict[str, dict[Key, None]] = {}  # by worker
+        self.count: collections.Counter[State | None] = collections.Counter()
+        self.leased_samples = 0  # of all LEASED groups
+        self._known: dict[Key, tuple[State | None, frozenset[str], int]] = {}
+
+    def update(self, key: Key, entry: Entry | None) -> None:
+        """Follows a change of an entry; None: it is gone."""
+        old_state, old_holders, num_old = self._known.pop(key, (None, frozenset(), 0))
+        state, holders = (entry.state, entry.holders) if entry else (None, frozenset())
+        num_samples = entry.group.num_samples if entry else 0
+        if entry:
+            self._known[key] = state, holders, num_samples
+        for worker in old_holders - holders:
+            del self.held[worker][key]
+            if not self.held[worker]:
+                del self.held[worker]
+        for worker in holders - old_holders:
+            self.held.setdefault(worker, {})[key] = None
+        old, new = self._place(old_state, old_holders), self._place(state, holders)
+        if new is not old:
+            if old is not None:
+                del old[key]
+            if new is not None:
+                new[key] = None
+                # a group that comes back has old leases
+                new.move_to_end(key, last=new is not self.aging or old is self.open)
+        self.count[old_state] -= 1
+        self.count[state] += 1
+        self.leased_samples += num_samples * (state is State.LEASED) - num_old * (old_state is State.LEASED)
+
+    def _place(self, state: State | None, holders: frozenset[str]) -> _Keys | None:
+        if state is State.LEASED:
+            return self.aging if len(holders) < MAX_HOLDERS else self.shared
+        return self.open if state is State.OPEN else None

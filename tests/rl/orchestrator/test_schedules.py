@@ -15,7 +15,7 @@ import pytest
 
 from rl.orchestrator import work_share
 from rl.orchestrator.groups import batches as batches_lib
-from rl.orchestrator.groups import group_queue, queue_index
+from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Delivery, State
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, task_schedule
@@ -112,7 +112,7 @@ class World:
         if not groups:
             groups = self.queue.lease(worker, room, is_late=self.is_late, **until)
         for group in groups:
-            assert len(self.queue.entries[group.key].leases) <= queue_index.MAX_HOLDERS
+            assert len(self.queue.entries[group.key].leases) <= queue_entry.MAX_HOLDERS
             assert (group.epoch, group.version) == (self.epoch, pin)
             assert group.min_version >= min(self.loaded, self.step - self.rule.max_off_policy), (
                 "stale when it is leased"
