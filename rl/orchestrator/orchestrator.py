@@ -149,6 +149,8 @@ class Orchestrator:
             fail=self.fail,
         )
         self.is_closing = False
+        self._web: Any = None  # from `serve` on, as the thread
+        self._thread: Any = None
 
     def _first_state(
         self, invited: Collection[str], registered: Collection[str], is_measuring: Callable[[], bool]
@@ -193,10 +195,11 @@ class Orchestrator:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stops the HTTP server and cancels queued work; waits for running replays, but not for other checks."""
+        """Stops the HTTP server, if it serves, and cancels queued work; waits for running replays, but not for other checks."""
         self.is_closing = True  # or the web server waits for those that wait for work
-        self._web.should_exit = True
-        self._thread.join()
+        if self._web:
+            self._web.should_exit = True
+            self._thread.join()
         self._submissions.close()
         self._log.close()
 
@@ -262,7 +265,7 @@ class Orchestrator:
         counts = self._rewards.check_scored(step, taken)
         counts["batch/num_left_out"] = float(sum(len(e.rollouts) for e in taken) - sum(map(len, groups)))
         most = {entry.label: entry.max_tokens for entry in self._entries.values()}
-        counts = diagnostics.of_groups(groups, step=step, max_tokens=most) | counts | self._take_counts()
+        counts = diagnostics.of_groups(groups, step=step, max_tokens=most) | counts | self.take_counts()
         return training_batch.assemble(step, groups, self._credit, counts, env_mix.max_streams(self._config))
 
     def state(self, step: int) -> dict:
@@ -493,7 +496,8 @@ class Orchestrator:
         label = f"the evaluation {name} of version {version}" if name else f"the evaluation of version {version}"
         return self._status.waiting(state, label, (done, len(groups)), now_s, left_s)
 
-    def _take_counts(self) -> dict[str, float]:
+    def take_counts(self) -> dict[str, float]:
+        """Returns the counts of rollouts and groups since the last call, and the load of the servers, as metrics of a batch."""
         with self.locked as state:
             batch = state.batches.take_metrics()
             state.counts["stale"] += round(batch["batch/num_stale"] * env_mix.mean_samples(self._config))
