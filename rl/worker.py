@@ -45,7 +45,7 @@ from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import continuations, lease, registry, signed_session, user_code
-from sharding.system import bounded_reply, cli, role_metrics, sign_in, signed_message, sockets
+from sharding.system import bounded_reply, cli, retries, role_metrics, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -212,7 +212,7 @@ class _Groups:
         self._running: dict[lease.Key, asyncio.Task] = {}
         self._held: set[lease.Key] = set()  # leased, and neither answered nor given back
         self._finished: asyncio.Queue[tuple[lease.Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
-        self._num_failures, self._problem = 0, ""
+        self._failure_pause, self._problem = retries.Backoff(2 * VOID_PAUSE_S, MAX_FAILURE_PAUSE_S), ""
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wake(self) -> None:
@@ -248,7 +248,7 @@ class _Groups:
         cli.note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
-        pause_s, least_s = FIRST_PAUSE_S, POLL_S
+        pause, least_s = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, growth=1.5), POLL_S
         while True:
             if len(self._running) >= self._worker.concurrency:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -265,8 +265,9 @@ class _Groups:
                     self._worker.counts["leased"] += 1
                     self._running[key] = task = tasks.create_task(self._complete(group))
                     task.add_done_callback(functools.partial(self._forget, key))
-            pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
-            await asyncio.sleep(FIRST_PAUSE_S if reply["groups"] else pause_s)  # a reply without either came too early
+            if reply["groups"] or time.monotonic() - begun_s >= 1.0:
+                pause.reset()
+            await asyncio.sleep(pause.next_s())  # a reply without either came too early
 
     def _forget(self, key: lease.Key, task: asyncio.Task) -> None:
         if self._running.get(key) is task:  # else the group was given back, and leased again before the task ended
@@ -310,7 +311,8 @@ class _Groups:
             with self._worker.metrics.seconds["group"].time():
                 run = self._runs[group.env]
                 rollouts = await roll_out(self._client, run, self._worker.key, group)
-            self._num_failures, self._problem = 0, ""
+            self._failure_pause.reset()
+            self._problem = ""
             self._worker.add(rollouts)
             return self._finished.put_nowait((group.key, rollouts))
         except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
@@ -321,8 +323,7 @@ class _Groups:
             is_of_env = isinstance(error, ValueError) and not str(error).startswith(registry.OF_ENVIRONMENT)
             problem = f"{registry.OF_ENVIRONMENT}{run.env.name}: {error}" if is_of_env else str(error)
             self._note_problem(group, problem)
-            self._num_failures += 1
-            pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
+            pause_s = self._failure_pause.next_s()
         self._held.discard(group.key)
         self._worker.counts["returned"] += 1
         await self._signed.lease(0, [list(group.key)], problem=sign_in.one_line(problem))

@@ -43,7 +43,7 @@ _Times = collections.OrderedDict[str, float]
 
 @dataclasses.dataclass
 class _Worker:
-    """The marks of one worker. Checkpoints have the names and, in earlier versions, only the values in this order."""
+    """The marks of one worker."""
 
     num_rejected: int = 0
     is_suspect: bool = False
@@ -119,9 +119,9 @@ class WorkerHealth:
         return {"workers": marks, "expired_with": [[*key, worker] for key, (worker, _) in self._lost.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields, or without names."""
+        """Sets the marks of workers to those that `state` returned earlier."""
         for name, marks in copy.deepcopy(state["workers"]).items():
-            self._workers[name] = _Worker(**marks) if isinstance(marks, dict) else _Worker(*marks)
+            self._workers[name] = _Worker(**marks)
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(
@@ -279,8 +279,7 @@ class WorkerHealth:
 
     def groups(self, most: int) -> dict[str, dict[str, int]]:
         """Returns the groups that passed a replay and those rejected, by worker: of the `most` workers with the greatest numbers."""
-        number = lambda one: one[1].num_verified + one[1].num_rejected  # noqa: E731
-        found = heapq.nlargest(most, self._workers.items(), key=number)
+        found = heapq.nlargest(most, self._workers.items(), key=lambda one: one[1].num_verified + one[1].num_rejected)
         verified = {name[:16]: one.num_verified for name, one in found}
         return {"verified_groups": verified, "rejected_groups": {name[:16]: one.num_rejected for name, one in found}}
 

@@ -227,7 +227,7 @@ def _is_key(value: Any) -> bool:
 
 
 _is_index = _is_int(0, 2**63 - 1)
-OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest", "problem"}  # absent in requests of earlier releases
+OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest", "problem"}
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {

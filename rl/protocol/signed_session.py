@@ -16,7 +16,7 @@ import httpx
 from inference import client as client_lib
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
-from sharding.system import bounded_reply, cli, sign_in, signed_message
+from sharding.system import bounded_reply, cli, retries, sign_in, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH = 0.5, 20.0, 1.5  # between attempts; each is up to half as long again
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
@@ -44,7 +44,8 @@ class Connection:
         `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
         request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
         """
-        begun, is_noticed, pause_s = time.monotonic(), False, FIRST_PAUSE_S
+        begun, is_noticed = time.monotonic(), False
+        pause = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH)  # so an outage costs at most as long again
         while True:
             try:
                 body = make_body()
@@ -72,8 +73,7 @@ class Connection:
                     limit = f"for up to {self._give_up_s:g} s: check the URL, and that the run is on"
                     cli.note(f"waiting for {self.problem}; {limit}")
                 least_s = min(_retry_after_s(error), self._give_up_s)
-                await asyncio.sleep(max(pause_s, least_s) * random.uniform(1.0, 1.5))
-                pause_s = min(GROWTH * pause_s, MAX_PAUSE_S)  # so an outage costs at most as long again
+                await asyncio.sleep(max(pause.next_s(), least_s) * random.uniform(1.0, 1.5))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -214,8 +214,7 @@ class Batches:
     def restore(self, step: int, state: dict | None) -> None:
         """Continues after batch `step`, before any group is open.
 
-        Checkpoints of earlier releases have no state: the batches up to `step` took the first groups of the order, P each. Raises
-        ValueError if the rule allows others.
+        Without a state, the batches up to `step` took the first groups of the order, P each. Raises ValueError if the rule allows others.
         """
         if step and state is None and not task_schedule.is_fixed(self._rule):
             found = f"the checkpoint of step {step} lacks the groups that its batches took"

@@ -49,7 +49,8 @@ class Played:
         def health():
             if not self.is_up:
                 return fastapi.responses.JSONResponse({"error": {"message": "the scheduler stopped"}}, status_code=503)
-            return {"policy_version": max(self.version, 0), "running": 1, "pending": 3}
+            policy = {"policy_epoch": 0, "policy_version": max(self.version, 0), "policy_digest": ""}
+            return policy | {"load": {"running": 1, "waiting": 2}}
 
         @self.app.post("/update_weights")
         def update(body: dict):
@@ -324,12 +325,8 @@ def test_servers_sign_in_pull_and_leave(make):
 
 
 def test_the_first_failed_update_is_repeated_after_the_first_pause(make, server, monkeypatch):
-    class Once(float):
-        def __mul__(self, other):
-            return math.inf
-
-    monkeypatch.setattr(static_servers, "FIRST_PAUSE_S", Once(0.0))
-    monkeypatch.setattr(static_servers, "MAX_PAUSE_S", math.inf)
+    pauses = types.SimpleNamespace(next_s=iter([0.0, math.inf]).__next__, reset=lambda: None)
+    monkeypatch.setattr(static_servers.retries, "Backoff", lambda first_s, most_s: pauses)
     orchestrator, server.status = make(server.url), 500
     orchestrator.publish(timeline.Policy(0, 1))
     proxy.wait_until(lambda: len(server.updates) == 2)
@@ -394,7 +391,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
         node.beat(url="http://s:1", policy=policy, load=registry.Load(**load))
         return by.beat()["servers"][0]["limit"]
 
-    assert limit(running=3) == 0  # a server of an earlier release
+    assert limit(running=3) == 0  # a server that reports no capacity
     busy = {"running": 4, "kv_used": 0.1, "capacity": 4}  # samples; a group has two
     assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [4, 16, 15]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
@@ -705,7 +702,7 @@ def test_groups_of_a_reply_that_was_lost_go_to_the_next_request_without_blame(ma
     assert inside(orchestrator).health.state()["workers"] == marks
     other.lease(0)
     kept = [*map(list, lost)][:3]
-    assert node.lease(0, begun_us=5) == []  # a request that does not tell, such as one of an earlier release
+    assert node.lease(0, begun_us=5) == []  # a request that does not list them
     assert node.lease(0, begun_us=5, holding=kept[:1], returned=kept[1:2]) == []
     assert orchestrator.take_counts()["trust/num_lease_returned"] == 6
     assert inside(orchestrator).queue.held(by.worker) == [tuple(kept[0])] and len(other.lease(6)) == 5
