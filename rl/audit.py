@@ -29,8 +29,8 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
-from rl.protocol import check_rate, env_mix, lease, noise_seed, task_schedule
 from rl.protocol import curriculum as curriculum_lib
+from rl.protocol import env_mix, lease, noise_seed, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from rl.retention import redaction
@@ -255,11 +255,11 @@ class Audit:
         """
         rates, record = self.config.trust.to_dict() | batch.rates, float(batch.records.get(worker, 0))
         if worker in self.history.run.invited:
-            record += check_rate.HALF_AT * (1 / rates["invited_rate"] - 1)
-        rate = check_rate.rate(check_rate.reputation(record), rates["min_rate"])
+            record += verdict_lib.HALF_AT * (1 / rates["invited_rate"] - 1)
+        rate = verdict_lib.check_rate(verdict_lib.reputation(record), rates["min_rate"])
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
         of = number // self._per_step + 1
-        draw = check_rate.draw(secret, f"train/{of}/{number}")
+        draw = verdict_lib.draw(secret, f"train/{of}/{number}")
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 

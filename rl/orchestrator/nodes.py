@@ -58,7 +58,7 @@ class Nodes:
     def __post_init__(self) -> None:
         self.heartbeat_s, self._server_keys = self.topology.heartbeat_s, frozenset(self.topology.server_keys)
         self._static: dict[str, static_servers.StaticServer] = {}  # by URL
-        self._registry = registry_lib.Registry(self.heartbeat_s, is_named=self._is_kept)
+        self._registry = registry_lib.Registry(self.heartbeat_s, is_named=self.is_kept)
         self.newest: timeline.Policy | None = None  # that servers may load
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
@@ -89,7 +89,8 @@ class Nodes:
         """Returns True for a key that the run's config names, and for the URL of a static server."""
         return key in self._server_keys or key in self.validators or key in self._static
 
-    def _is_kept(self, key: str) -> bool:
+    def is_kept(self, key: str) -> bool:
+        """Returns True for a key whose place in the table no stranger may take."""
         return self.is_named(key) or self.is_known(key)
 
     def may_sign_in(self, key: str, role: str) -> bool:

@@ -152,29 +152,6 @@ class Orchestrator:
         self._web: Any = None  # from `serve` on, as the thread
         self._thread: Any = None
 
-    def _first_state(
-        self, invited: Collection[str], registered: Collection[str], is_measuring: Callable[[], bool]
-    ) -> RunState:
-        """Returns the state of a run without groups; `invited` are keys of workers, `registered` those of servers that sign."""
-        config, queue = self._config, group_queue.GroupQueue()
-        draws = self._curriculum.draws if self._curriculum else None
-        make_groups = functools.partial(task_schedule.numbered_groups, config, draws=draws)
-        rule = batches.BatchRule.of(config)
-        marks = functools.partial(
-            worker_health.WorkerHealth,
-            config.trust.max_attempts,
-            config.topology.lease_s,
-            min_rate=config.trust.min_rate,
-            invited_rate=config.trust.invited_rate,
-        )
-        return RunState(
-            queue=queue,
-            batches=batches.Batches(rule, queue, make_groups, self._rewards.has_signal),
-            health=marks(invited=invited, is_measuring=is_measuring),
-            servers=marks(invited=registered),
-            share=work_share.WorkShare(config.topology.lease_s),
-        )
-
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
@@ -389,6 +366,29 @@ class Orchestrator:
         return replies
 
     # Parts of the above.
+
+    def _first_state(
+        self, invited: Collection[str], registered: Collection[str], is_measuring: Callable[[], bool]
+    ) -> RunState:
+        """Returns the state of a run without groups; `invited` are keys of workers, `registered` those of servers that sign."""
+        config, queue = self._config, group_queue.GroupQueue()
+        draws = self._curriculum.draws if self._curriculum else None
+        make_groups = functools.partial(task_schedule.numbered_groups, config, draws=draws)
+        rule = batches.BatchRule.of(config)
+        marks = functools.partial(
+            worker_health.WorkerHealth,
+            config.trust.max_attempts,
+            config.topology.lease_s,
+            min_rate=config.trust.min_rate,
+            invited_rate=config.trust.invited_rate,
+        )
+        return RunState(
+            queue=queue,
+            batches=batches.Batches(rule, queue, make_groups, self._rewards.has_signal),
+            health=marks(invited=invited, is_measuring=is_measuring),
+            servers=marks(invited=registered),
+            share=work_share.WorkShare(config.topology.lease_s),
+        )
 
     def _is_banned(self, key: str) -> bool:
         with self.locked as state:

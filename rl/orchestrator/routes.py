@@ -42,9 +42,9 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey) -> fastapi.FastAPI:
     gate = gate_lib.Gate(
         session=session,
         admission=orchestrator.admission,
-        nodes=orchestrator.nodes,
-        is_known=orchestrator.is_known,
         is_invited=orchestrator.is_invited,
+        is_known=orchestrator.nodes.is_kept,
+        may_sign_in=orchestrator.nodes.may_sign_in,
     )
     waiters = lease_waiters.LeaseWaiters(orchestrator.leases.has_work)
 

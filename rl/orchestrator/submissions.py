@@ -29,7 +29,6 @@ from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.state import RunState
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
-from rl.protocol import check_rate
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
@@ -246,7 +245,7 @@ class Submissions:
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
         rate = max(health.rate(name) for health, name in answering(state, entry))
-        draw = check_rate.draw(self.secret, "/".join(map(str, key)))
+        draw = verdict_lib.draw(self.secret, "/".join(map(str, key)))
         if key[0] == "train" and (entry.was_decided or draw < rate):
             state.queue.quarantine(key)
             self.verdicts.ask(key, entry.rollouts, entry.digest)

@@ -12,7 +12,7 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
    workers get them; in a run that invited none, newcomers get none while a worker with a record is active.
 4. An expired lease halves the number of groups that an invited worker may lease; an accepted group doubles it again. No worker gets
    a group that it lost again while another worker is active.
-5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed (rl/protocol/check_rate.py). A
+5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed (rl/protocol/verdict.py). A
    worker that forges at rate q is caught after (1 - q) / q forged groups on average, and q is at least HALF_AT / (n + HALF_AT): so it
    gets one forged group past us per HALF_AT groups that it did honestly and we verified, and a new key none. The last is also why
    many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
@@ -32,7 +32,8 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from rl.protocol import check_rate, lease
+from rl.protocol import lease
+from rl.protocol import verdict as verdict_lib
 
 MOST_HALVINGS = 12
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of a group that came back again
@@ -84,7 +85,7 @@ class WorkerHealth:
     ):
         self.max_rejections, self._lease_s = max_rejections, lease_s
         self.rates = {"min_rate": min_rate, "invited_rate": invited_rate}
-        self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
+        self._min_rate, self._given = min_rate, verdict_lib.HALF_AT * (1 / invited_rate - 1)
         self.invited = frozenset(invited)  # public keys in hex
         self._is_measuring, self._is_stranger_waiting = is_measuring, False
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
@@ -229,7 +230,7 @@ class WorkerHealth:
         if one.is_suspect or self.is_banned(worker) or is_needed:
             return 1.0
         record = one.num_verified + (self._given if worker in self.invited else 0)
-        return check_rate.rate(check_rate.reputation(record), self._min_rate)
+        return verdict_lib.check_rate(verdict_lib.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
         """Records that a group of this worker passed a replay. One of a stranger under limits that are still measured earns no trust."""

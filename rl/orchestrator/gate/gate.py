@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 import fastapi
 
 from inference.server import web
-from rl.orchestrator import nodes as nodes_lib
 from rl.protocol import lease as lease_lib
 
 RATE, BURST = 100.0, 200.0  # requests per second of a network, and how many may come together
@@ -86,13 +85,15 @@ class Gate:
 
     session: lease_lib.Session
     admission: Admission
-    nodes: nodes_lib.Nodes
-    is_known: Callable[[str], bool]  # True for a worker that is invited, or has a record
-    is_invited: Callable[[str], bool]
+    is_invited: Callable[[str], bool]  # True for a worker that config or launcher named
+    is_known: Callable[
+        [str], bool
+    ]  # True for an invited worker, one with a record, and another node that the run named
+    may_sign_in: Callable[[str, str], bool]  # (key, role) -> True for a server, relay, or validator that the run named
 
     def __post_init__(self) -> None:
         self._rate, self._known_rate = RequestRate(), RequestRate()
-        self._verifier = lease_lib.RequestVerifier(self.session, admit=self._admit, is_known=self._is_remembered)
+        self._verifier = lease_lib.RequestVerifier(self.session, admit=self._admit, is_known=self.is_known)
 
     def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
         """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
@@ -109,20 +110,15 @@ class Gate:
         """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
         node = self._verifier.verify(message, kind)
         # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
-        if self.is_invited(node) or (
-            self._is_remembered(node) and self._known_rate.take(node, time.monotonic(), count)
-        ):
+        if self.is_invited(node) or (self.is_known(node) and self._known_rate.take(node, time.monotonic(), count)):
             self._rate.give_back(network, count)
         return node
-
-    def _is_remembered(self, key: str) -> bool:
-        return self.is_known(key) or self.nodes.is_named(key)
 
     def _admit(self, key: str, message: dict) -> None:
         if key == self.session.run:
             return  # the operator
         if message.get("role", "worker") == "worker":
             self.admission.admit(key, message)
-        elif not self.nodes.may_sign_in(key, message["role"]):
+        elif not self.may_sign_in(key, message["role"]):
             found = f"{message['role']} {key[:16]} is not in topology.server_keys"
             raise ValueError(f"{found}; ask the operator of the run to add it")

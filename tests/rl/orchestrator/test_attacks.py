@@ -24,8 +24,8 @@ from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.verdicts import verdict_collector
-from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import lease as lease_lib
+from rl.protocol import task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.validator import calibrate
 from rl.verification import checks, evidence_log, verifier
@@ -89,7 +89,7 @@ def running(folder, exp, *, source=None, **hooks):
 
 
 def draw(secret, group):
-    return check_rate.draw(secret, "/".join(map(str, group.key)))
+    return verdict_lib.draw(secret, "/".join(map(str, group.key)))
 
 
 def states(run):

@@ -83,7 +83,7 @@ def make(tmp_path):
         lines = []
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"s", invited=(KEY.worker, OTHER.worker))
         orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append)
-        orchestrator.lines = lines
+        orchestrator.lines, orchestrator.config = lines, exp.config
         for url in servers:
             orchestrator.nodes.add(url, url)
         orchestrator.url = orchestrator.serve()
@@ -187,7 +187,7 @@ def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orc
     topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
     none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
     hooks = {"on_served": served.append, "on_notice": lambda line: None}
-    table = nodes.Nodes(topology=topology, max_lag=1, **none, **hooks)
+    table = nodes.Nodes(lock=threading.RLock(), topology=topology, max_lag=1, **none, **hooks)
     first, second, third, last = (timeline.Policy(0, version) for version in range(4))
 
     def beat(now_s, *policies, problem=""):
@@ -275,7 +275,7 @@ def test_an_evaluation_for_which_only_a_stranger_is_there_ends_the_run(make, ser
     proxy.wait_until(lambda: orchestrator.leases.has_work())
     for key in [*inside(orchestrator).queue.entries]:  # no training groups are left
         inside(orchestrator).queue.drop(key, "stale")
-    inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator._config, 0))
+    inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator.config, 0))
     proxy.wait_until(lambda: stranger.beat() and inside(orchestrator).failure)
     assert "a worker (for held-out tasks one of topology.workers" in str(inside(orchestrator).failure)
 
@@ -496,9 +496,7 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch)
     }
     with monkeypatch.context() as patch:  # a scrape of /metrics counts the nodes without it, which is sorted
         patch.delattr(registry.Registry, "table")
-        assert orchestrator._metrics()["nodes"] == dict.fromkeys(
-            ("server_healthy", "worker_healthy", "worker_banned"), 1
-        )
+        assert orchestrator.nodes.counts() == dict.fromkeys(("server_healthy", "worker_healthy", "worker_banned"), 1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         batch = pool.submit(orchestrator.next_batch, 1)
         operator = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker)

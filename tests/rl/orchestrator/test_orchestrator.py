@@ -34,8 +34,9 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import submissions
 from rl.orchestrator.groups import give_backs, queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
-from rl.protocol import check_rate, noise_seed, task_schedule, timeline
 from rl.protocol import lease as lease_lib
+from rl.protocol import noise_seed, task_schedule, timeline
+from rl.protocol import verdict as verdict_lib
 from rl.reporting import catalog
 from rl.verification import checks
 from rl.verification import rules as rules_lib
@@ -90,7 +91,7 @@ def make(tmp_path, monkeypatch):
         hooks |= {"key": RUN, "verdicts": source}
         if (drawn := hooks.pop("drawn", None)) is not None:
             number = lambda name: int(name.rpartition("/")[2])  # noqa: E731
-            monkeypatch.setattr(check_rate, "draw", lambda secret, name: (number(name) not in drawn) * 0.999)
+            monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: (number(name) not in drawn) * 0.999)
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         made[-1].config = exp.config
         if not has_shares:  # a worker may lease all groups at one time

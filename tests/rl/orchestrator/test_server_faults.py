@@ -16,7 +16,8 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import submissions, worker_health
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_collector
-from rl.protocol import check_rate, registry, task_schedule, timeline
+from rl.protocol import registry, task_schedule, timeline
+from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
 from tests.support import proxy, validators
 from tests.support.groups import answers
@@ -62,7 +63,7 @@ def started(tmp_path, monkeypatch):
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
     exp = experiment.resolve(config)
     number = lambda name: int(name.rpartition("/")[2])  # noqa: E731
-    monkeypatch.setattr(check_rate, "draw", lambda secret, name: 0.999 * (number(name) % P != 0))
+    monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: 0.999 * (number(name) % P != 0))
     may_judge = threading.Event()
 
     def judge(groups):
