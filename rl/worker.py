@@ -144,6 +144,10 @@ class Worker:
             return self._connection.problem
         return self._groups.waiting_for() if self._groups else "the orchestrator's description of the run"
 
+    def health(self) -> dict[str, str]:
+        """Returns the body of /health."""
+        return {"waiting_for": self.waiting_for()}
+
     def progress(self) -> tuple[dict[str, float], str]:
         """Returns ({name: count so far}, the thing that this worker waits for or "")."""
         counts = {f"groups {fate}": self.counts[fate] for fate in ("submitted", "refused") if self.counts[fate]}
@@ -338,15 +342,13 @@ class _Groups:
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
-        # The size of a group before compression, with 1 KiB per rollout for the small fields.
-        size = lambda rollouts: sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)  # noqa: E731
         left = None  # a finished group that did not fit
         while True:
             key, rollouts = left or await self._finished.get()
-            keys, num_bytes, left = [key], size(rollouts), None
+            keys, num_bytes, left = [key], _num_bytes(rollouts), None
             while not left and not self._finished.empty():
                 left = self._finished.get_nowait()
-                if (num_bytes := num_bytes + size(left[1])) <= MAX_JOINED_BYTES:
+                if (num_bytes := num_bytes + _num_bytes(left[1])) <= MAX_JOINED_BYTES:
                     keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
             body = parquet.to_bytes(rollouts)
             if len(body) > web.MAX_BODY_BYTES:
@@ -361,6 +363,11 @@ class _Groups:
             self._held.difference_update(keys)
             for _ in keys:
                 self._finished.task_done()
+
+
+def _num_bytes(rollouts: Sequence[rollout_lib.Rollout]) -> int:
+    """Returns the size of a group before compression, with 1 KiB per rollout for the small fields."""
+    return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def make_rollouts(
@@ -561,8 +568,8 @@ def main(argv: list[str] | None = None) -> int:
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
         with contextlib.ExitStack() as stack:
             if args.metrics:
-                health = lambda: {"waiting_for": worker.waiting_for()}  # noqa: E731
-                stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
+                serving = metrics_routes.serving(args.metrics, worker.health, worker.metrics)
+                stack.enter_context(serving)
             print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
             stack.enter_context(cli.status_line(worker.progress))
             asyncio.run(cli.run_until_signal(worker.work))

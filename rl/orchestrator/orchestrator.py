@@ -303,6 +303,10 @@ class Orchestrator:
                 found.append(self._waiting(state))
             return "; ".join(found)
 
+    def health(self) -> dict[str, str]:
+        """Returns the body of /health."""
+        return {"waiting_for": self.waiting_for()}
+
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people, with the number of groups that a worker has leased or that are being checked."""
         with self.locked as state:

@@ -192,8 +192,7 @@ class VerdictCollector:
                 batch = verdict_case.take_batch(fresh)
             else:
                 # First those that it has not failed on, so that an outage does not look like the fault of one of them.
-                is_next = lambda case: (case.digest in validator.failed_alone, case.num_alone)  # noqa: E731
-                batch = [min(wanted, key=is_next)]
+                batch = [min(wanted, key=lambda case: (case.digest in validator.failed_alone, case.num_alone))]
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
