@@ -9,8 +9,8 @@ For batch n (1-based) of P groups:
 4. A rejected group is requeued. `next_batch(n)` waits until the batch is complete by its rule (rl/orchestrator/groups/batches.py), assigns
    advantages, and returns it.
 
-rl/orchestrator/groups/group_queue.py has the states of a group; this file adds the lock, clock, and servers. It runs in the
-learner's process and imports no environment: a task is only an index here.
+rl/orchestrator/groups/group_queue.py has the states of a group, rl/orchestrator/state.py those of the run and their lock; this file adds
+clock and servers. It runs in the learner's process and imports no environment: a task is only an index here.
 """
 
 import concurrent.futures

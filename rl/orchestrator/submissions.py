@@ -186,9 +186,8 @@ class Submissions:
     def _check_in_turns(self, groups: Sequence[_Taken]) -> None:
         """Has groups of one worker judged in a thread, which costs less for several together. Newcomers share two of the threads."""
 
-        def judge_some() -> (
-            None
-        ):  # for `TURN_S`, then the others wait again: a slow scorer must not hold up other workers
+        def judge_some() -> None:
+            # For `TURN_S`, then the others wait again: a slow scorer must not hold up other workers.
             end_s, left = time.monotonic() + TURN_S, collections.deque(groups)
             while left and (len(left) == len(groups) or time.monotonic() < end_s):
                 taken = left.popleft()
@@ -208,7 +207,7 @@ class Submissions:
     def _judge(self, taken: _Taken) -> Generator[Future, None, str]:
         """Judges a group: checks it without weights, waits until it is recorded and on disk, and rejects it, quarantines it, or lets it pass.
 
-        A coroutine that yields the future for which it waits, and returns the reply.
+        This coroutine yields the future for which it waits, and returns the reply.
         """
         entry, durable, key = taken.entry, taken.recorded, taken.entry.group.key
         with self.locked as state:

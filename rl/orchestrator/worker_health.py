@@ -21,8 +21,8 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
 7. Registered inference servers, which answer for the samples that they sign, have such marks of their own: as invited keys that take no
    leases, and whose groups are those in which they signed all samples (rl/verification/responsibility.py).
 
-Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the lock, the time,
-and which leases still hold. Memory grows with accepted and rejected groups, not with keys.
+Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the time and
+which leases still hold. Memory grows with accepted and rejected groups, not with keys.
 """
 
 import collections

@@ -15,7 +15,7 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
 4. `begin_epoch` voids all work: policies of another epoch have the same numbers and other weights. `void` drops rollouts that are too
    old for any batch, whose group is made again.
 
-Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the lock and the time.
+Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the time.
 """
 
 import collections
