@@ -49,7 +49,7 @@ from rl.evaluation import sampling as sampling_lib
 from rl.experiment import command, experiment
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
-from rl.protocol import env_mix, lease, run_description, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.reporting import metrics
 from sharding.system import atomic_file, sockets
 
@@ -231,8 +231,26 @@ async def _policy(servers: Sequence[str], give_up_s: float) -> tuple[int, int]:
 
 def _description(exp: experiment.Experiment, servers: Sequence[str]) -> dict:
     """Returns the description of this run for `worker.read_runs`, as an orchestrator sends it."""
-    described = run_description.describe(exp.config, envs.located(exp.config), hub.pinned(exp.config.tokenizer))
-    return described | {"servers": [*servers]}
+    config, located = exp.config, envs.located(exp.config)
+    names = ("digest", "max_calls", "max_episode_tokens", "thinking", "max_tokens")
+
+    def one(entry: env_mix.Entry) -> dict:
+        return {"name": entry.name, "options": entry.options} | {name: getattr(entry, name) for name in names}
+
+    several = {key: one(entry) for key, entry in located.items() if key}
+    alone = {} if several else one(located[""])
+    sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
+    return {
+        "env": {"name": "", "digest": config.env.digest, "options": {}} | alone | {"seed": config.seed},
+        "envs": several,
+        "max_model_len": config.inference.max_model_len,
+        "tokenizer": hub.pinned(config.tokenizer),
+        "tokenizer_date": config.tokenizer_date,
+        "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
+        "servers": [*servers],
+        "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
+        "router_replay": config.train.router_replay,
+    }
 
 
 def main() -> None:

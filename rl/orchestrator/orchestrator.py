@@ -51,7 +51,7 @@ from rl.orchestrator.groups import rewards as rewards_lib
 from rl.orchestrator.state import RunState
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import curriculum as curriculum_lib
-from rl.protocol import env_mix, run_description, task_schedule, timeline
+from rl.protocol import env_mix, task_schedule, timeline
 from rl.protocol import lease as lease_lib
 from rl.reporting import diagnostics
 from rl.verification import checks
@@ -334,11 +334,11 @@ class Orchestrator:
     def describe(self) -> dict:
         """Returns the reply to `GET /run`: the run's environment, tokenizer, servers, and sampling settings."""
         config = self._config
-        # Nodes elsewhere find a folder by the path in the config.
-        tokenizer = (hub.pinned if config.topology.mode == "remote" else tokenizer_lib.located)(config.tokenizer)
         with self.locked as state:
             version, policy, servers = state.version, state.policy, self.nodes.servers()
-        return run_description.describe(config, self._entries, tokenizer) | {
+        return env_mix.described(config) | {
+            # Nodes elsewhere find a folder by the path in the config.
+            "tokenizer": (hub.pinned if config.topology.mode == "remote" else tokenizer_lib.located)(config.tokenizer),
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
             **({"vine": config.vine.to_dict()} if config.rl.credit == "vine" else {}),
@@ -350,7 +350,7 @@ class Orchestrator:
     @property
     def environment(self) -> tuple[str, str]:
         """The name of the run's environment, or those of all with commas, and the digest of their code and data."""
-        return run_description.names(self._entries), self._config.env.digest
+        return ", ".join(entry.label for entry in self._entries.values()), self._config.env.digest
 
     @property
     def submission_limits(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from rl.experiment import flags as command_line
 from rl.orchestrator import orchestrator
 from rl.orchestrator.gate import gate
 from rl.plan import sizes
-from rl.protocol import env_mix, timeline
+from rl.protocol import timeline
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts
@@ -70,7 +70,7 @@ def test_processes_in_other_folders_get_the_absolute_path_of_a_tokenizer(tmp_pat
         config = exp.config.as_configdict()
         config.tokenizer, config.topology.mode = "models/base", mode
         assert dataclasses.replace(exp, config=config).broadcast_metadata["tokenizer"] == name
-        described = types.SimpleNamespace(_config=config, _entries=env_mix.entries(config))
+        described = types.SimpleNamespace(_config=config)
         described.nodes = types.SimpleNamespace(servers=list)
         described.admission = types.SimpleNamespace(policy=gate.Policy.of(config))
         state = types.SimpleNamespace(version=-1, policy=timeline.Policy(0, -1))
