@@ -42,6 +42,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl import envs, worker
+from rl.envs.host import group as group_lib
 from rl.envs.native.genesys import schema
 from rl.envs.scoring import scorer as scorer_lib
 from rl.evaluation import samples as samples_lib
@@ -113,7 +114,7 @@ async def generate(
                     timed = _Timed(run.scorer) if run.scorer else None
                     async with free:
                         own = dataclasses.replace(run, scorer=timed)
-                        rollouts = await worker.roll_out(client, own, key, group)
+                        rollouts = await group_lib.roll_out(client, own, key, group)
                     if timed and timed.late:
                         late = json.dumps(timed.late).encode()
                         atomic_file.write(_late_file(output, group.group), late, durable=True)

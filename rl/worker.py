@@ -26,25 +26,20 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from inference import client as client_lib
-from inference.rollouts import kept_sets, parquet
+from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
-from inference.swarm import sample as sample_lib
 from models import hub
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs.foreign import host as foreign_host
 from rl.envs.host import group as group_lib
-from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
-from rl.protocol import continuations, lease, registry, signed_session, user_code
+from rl.protocol import lease, registry, signed_session, user_code
 from sharding.system import bounded_reply, cli, retries, role_metrics, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 
@@ -56,36 +51,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
 EPISODES = ("rollouts", "errors", "turns")  # counted by environment
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The run that a worker works for, as the orchestrator described it: environment, scorer, tokenizer, and settings."""
-
-    env: environment.Environment
-    scorer: scorer_lib.Scorer | None  # None with `player`, or where no scores are needed
-    env_seed: int
-    tokenizer: tokenizer_lib.Tokenizer
-    servers: list[str]
-    sampling: dict
-    router_replay: bool = False  # rollouts must name the experts that ran
-    work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
-    server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
-    env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
-    player: group_lib.Player | None = None  # of an environment with episodes of several calls
-    vine: Mapping[str, Any] | None = None  # options of continuations (rl/protocol/continuations.py); None: none
-
-    @functools.cached_property
-    def task(self) -> Callable[[int, str], tuple[environment.Task, list[int]]]:
-        """A function (index, split) -> (task, token IDs of its prompt)."""
-        return environment.prompts(self.env, self.tokenizer)
-
-    async def close(self) -> None:
-        """Ends the processes of the environment."""
-        if self.scorer:
-            await asyncio.to_thread(self.scorer.close)
-        if self.player:
-            await self.player.host.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -208,7 +173,11 @@ class _Groups:
     """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
     def __init__(
-        self, worker: Worker, signed: signed_session.SignedSession, client: client_lib.Client, runs: Mapping[str, Run]
+        self,
+        worker: Worker,
+        signed: signed_session.SignedSession,
+        client: client_lib.Client,
+        runs: Mapping[str, group_lib.Run],
     ):
         self._worker, self._signed, self._client, self._runs = worker, signed, client, runs
         self._ended = asyncio.Event()
@@ -314,7 +283,7 @@ class _Groups:
         try:
             with self._worker.metrics.seconds["group"].time():
                 run = self._runs[group.env]
-                rollouts = await roll_out(self._client, run, self._worker.key, group)
+                rollouts = await group_lib.roll_out(self._client, run, self._worker.key, group)
             self._failure_pause.reset()
             self._problem = ""
             self._worker.add(rollouts)
@@ -370,103 +339,14 @@ def _num_bytes(rollouts: Sequence[rollout_lib.Rollout]) -> int:
     return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
-def make_rollouts(
-    run: Run, group: lease.Lease, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
-) -> list[rollout_lib.Rollout]:
-    """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
-    P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
-    scored = run.scorer.score(task, texts) if run.scorer else [scorer_lib.Scored({"reward": 0.0}, 0.0)] * len(texts)
-    return [
-        rollout_lib.Rollout(
-            tokens=np.array([*prompt, *sample.tokens], np.int32),
-            sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
-            logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
-            versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
-            temperature=group.temperature,
-            seed=(group.seed + index) % 2**32,
-            task=rollout_lib.TaskRef(run.env.name, group.index, group.group, run.env_seed),
-            sample=index,
-            step=group.step,
-            reward=one.scores["reward"],
-            rewards=one.scores,
-            finish_reason=sample.finish_reason,
-            proofs=sample.proofs,
-            worker="",
-            signature=b"",
-            routed_experts=sample.experts,
-            epoch=sample.epoch,
-            server=sample.server,
-            server_signature=sample.server_signature,
-            kept=sample.kept,
-        )
-        for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
-    ]
-
-
-async def roll_out(
-    client: client_lib.Client, run: Run, key: rollout_lib.WorkerKey, group: lease.Lease
-) -> list[rollout_lib.Rollout]:
-    """Generates and scores the rollouts of a group as leased, and signs them. Raises the errors of `Client.generate`."""
-    trains = group.split == "train"
-    sampling = run.sampling | {"n": group.num_samples, "temperature": group.temperature, "seed": group.seed}
-    sampling["return_routed_experts"] = run.router_replay and trains
-    if trains and kept_sets.width(run.sampling, 1):
-        sampling["return_kept_tokens"] = True
-    if run.player and trains:
-        sampling["oldest_prefix_version"] = group.min_version
-    complete = functools.partial(
-        client.generate,
-        proofs=trains,
-        sticky="/".join(map(str, group.key)),
-        policy_version=group.version,
-        policy_epoch=group.epoch,
-        oldest_version=group.min_version,
-    )
-    if run.player:
-        rollouts = await _play(run.player, complete, sampling, run, group)
-        return await asyncio.to_thread(rollout_lib.sign_all, rollouts, key)
-    task, prompt = run.task(group.index, group.split)
-    samples = await complete(prompt, sampling)
-    # In a thread: a slow scorer must not stop other groups.
-    rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
-    if run.vine and run.scorer and trains:
-        scorer = run.scorer
-
-        def score(texts: Sequence[str]) -> list[Mapping[str, float]]:
-            return [one.scores for one in scorer.score(task, texts)]
-
-        rollouts = await continuations.sample(
-            generate=complete,
-            score=score,
-            tokenizer=run.tokenizer,
-            roots=rollouts,
-            sampling=sampling,
-            group_seed=group.seed,
-            options=run.vine,
-        )
-    return rollout_lib.sign_all(rollouts, key)
-
-
-async def _play(
-    player: group_lib.Player, complete: Callable, sampling: dict, run: Run, group: lease.Lease
-) -> list[rollout_lib.Rollout]:
-    """Plays the episodes of a group; `complete` generates for its lease. Returns their unsigned rollouts."""
-
-    async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
-        asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
-        oldest, epoch = max(group.min_version, call.oldest_version), max(group.epoch, call.epoch)
-        return await complete(call.prompt, asked, oldest_version=oldest, policy_epoch=epoch)
-
-    task = rollout_lib.TaskRef(run.env.name, group.index, group.group, run.env_seed)
-    return await player.play(generate, group, task, run.env_digest)
-
-
 def _digest(description: dict) -> str:
     """Returns the digest of all environments of a run that `read_runs` has read, which are those here; "" if it names none."""
     return str(description["env"].get("digest", ""))
 
 
-def read_runs(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note) -> dict[str, Run]:
+def read_runs(
+    body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note
+) -> dict[str, group_lib.Run]:
     """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
         return {"": _read_run(body, sandbox, code, on_error)}
@@ -481,7 +361,7 @@ def read_runs(body: dict, sandbox: str, code: user_code.Folders, on_error: score
     return {key: dataclasses.replace(run, env=dataclasses.replace(run.env, name=key)) for key, run in runs.items()}
 
 
-def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log) -> Run:
+def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log) -> group_lib.Run:
     """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code` (None: anywhere).
 
     Raises ValueError for another reply, and for an environment whose code or data differ from those of the run.
@@ -514,7 +394,7 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: score
         player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
     else:
         scorer = scorer_lib.Scorer(found, located, seed, **own)
-    return Run(
+    return group_lib.Run(
         env=env,
         scorer=scorer,
         player=player,

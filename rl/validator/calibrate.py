@@ -30,8 +30,9 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
 from models import lora, transformer
-from rl import envs, worker
+from rl import envs
 from rl.algorithms import advantages
+from rl.envs.host import group as group_lib
 from rl.envs.scoring import scorer
 from rl.experiment import base_fields
 from rl.experiment import experiment as experiment_lib
@@ -82,7 +83,7 @@ def roll_out(
         scores = scorer.Scorer(config.env.name, options, config.seed, **own)
     scheduler = scheduler_lib.Scheduler(engine, params, version, max_queue=10**6)
     with contextlib.closing(scores) if scores else contextlib.nullcontext(), contextlib.closing(scheduler):
-        run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
+        run = group_lib.Run(env, scores, config.seed, exp.tokenizer, [], {})
         waiting = []
         for group in groups:
             task = env.make_task(group.index, group.split)
@@ -110,7 +111,7 @@ def roll_out(
                 )
                 for c, e in zip(completions, experts, strict=True)
             ]
-            made = worker.make_rollouts(run, group, task, prompt, samples)
+            made = group_lib.make_rollouts(run, group, task, prompt, samples)
             out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.system import cli, retries, signed_message, sockets
+from sharding.system import cli, signed_message, sockets
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
@@ -118,7 +118,7 @@ class SignIn:
         return self._orchestrator.ask("/heartbeat", **fields)
 
     def _work(self) -> None:
-        pause, problem, url, noticed_s = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), "", self._orchestrator.url, 0.0
+        pause_s, problem, url, noticed_s = FIRST_PAUSE_S, "", self._orchestrator.url, 0.0
         while not self._is_stopping.is_set():
             self._is_due.clear()
             begun_s = time.monotonic()
@@ -127,8 +127,7 @@ class SignIn:
                 if self._is_stopping.is_set():
                     break
                 self.run = self._orchestrator.run
-                wait_s = float(reply["interval_s"])
-                pause.reset()
+                wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
@@ -143,7 +142,7 @@ class SignIn:
                 if is_due and problem != ENDED and not self._is_stopping.is_set():
                     noticed_s = begun_s
                     self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
-                wait_s = pause.next_s()
+                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
         self._leave()  # again: a heartbeat of this loop may have come after that of `__exit__`
 

@@ -19,6 +19,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl import envs, generate, worker
 from rl.algorithms import losses
 from rl.data import sources
+from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer
 from rl.experiment import experiment
@@ -156,7 +157,7 @@ def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch
 
     monkeypatch.setattr(generate, "_policy", policy)
     monkeypatch.setattr(worker, "read_runs", lambda *args: read_runs(*args) and {"": Run(Slow())})
-    monkeypatch.setattr(worker, "roll_out", roll_out)
+    monkeypatch.setattr(group_lib, "roll_out", roll_out)
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1-late.json").write_text("[0]")
     found = asyncio.run(generate.generate(exp, tmp_path, ["http://127.0.0.1:9"], 2, metrics.Progress()))
