@@ -272,8 +272,8 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         return made[-1].serve()
 
     def num_accepted():
-        with made[-1]._changed:
-            return made[-1]._counts["accepted"]
+        with made[-1].locked as state:
+            return state.counts["accepted"]
 
     def done():
         if len(made) == 1 and num_accepted() >= 2:

@@ -26,7 +26,7 @@ from rl.verification import checks
 from sharding.system import signed_message
 from tests.support import signed_http, validators
 from tests.support.groups import answers
-from tests.support.orchestrators import inside
+from tests.support.orchestrators import inside, marks
 
 RUN = rollout_lib.WorkerKey.generate()
 LEASE_S = 8.0
@@ -106,9 +106,7 @@ def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monk
         inside(orchestrator).queue.num_leases(worker) == len(held) > 0 == inside(orchestrator).counts["lease_expired"]
     )
     tick(1.0)  # since then, it had the time that was left
-    assert (
-        inside(orchestrator).queue.num_leases(worker) == 0 and inside(orchestrator).health._of(worker).num_halvings == 1
-    )
+    assert inside(orchestrator).queue.num_leases(worker) == 0 and marks(orchestrator, worker)["num_halvings"] == 1
 
 
 def deliver(orchestrator, key, group, **changes):
@@ -356,10 +354,7 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     (copy,) = inside(orchestrator).queue.lease(other.worker, 1, clock.now_s + 1, **only)
     assert deliver(orchestrator, other, copy) == "accepted"
     orchestrator.leases.lease(key.worker, 0, "", [copy.key])  # given back, as another worker made it
-    assert (
-        orchestrator.take_counts()["trust/num_lease_void"] == 1
-        and inside(orchestrator).health._of(key.worker).record == 3
-    )
+    assert orchestrator.take_counts()["trust/num_lease_void"] == 1 and marks(orchestrator, key.worker)["record"] == 3
 
 
 @pytest.mark.parametrize(
@@ -380,7 +375,7 @@ def test_a_group_that_arrives_stale_is_made_again_and_counts_as_a_lost_lease_whe
     reply, (again, *_) = deliver(orchestrator, key, group), orchestrator.leases.lease("another", 1)
     assert (reply == submissions.VOID) == is_stale and reply.startswith(("quarantined", "accepted", "refused: void"))
     assert (again.key == group.key) == is_stale  # with a lease for newer versions
-    assert inside(orchestrator).health._of(key.worker).record == record  # 4 // 2, 4 + 1, or 4
+    assert marks(orchestrator, key.worker)["record"] == record  # 4 // 2, 4 + 1, or 4
     assert orchestrator.take_counts()["trust/num_stale"] == 2 * is_stale
 
 
@@ -430,9 +425,7 @@ def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
             orchestrator.leases.beat(key.worker, "worker", report, [group.key], leaving=False)
         assert clock.now_s < since_s + 2 * LEASE_S
     assert found[0].key == group.key and deliver(orchestrator, honest, group) in ("accepted", "quarantined")
-    assert (
-        num_left(orchestrator) == 0 and inside(orchestrator).health._of(one.worker).record == 1
-    )  # it may only be slow
+    assert num_left(orchestrator) == 0 and marks(orchestrator, one.worker)["record"] == 1  # it may only be slow
 
 
 def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):

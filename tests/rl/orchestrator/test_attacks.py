@@ -31,7 +31,7 @@ from rl.validator import calibrate
 from rl.verification import checks, evidence_log, verifier
 from tests.support import ledgers, proxy, signed_http, small_configs, validators
 from tests.support.groups import answers
-from tests.support.orchestrators import inside
+from tests.support.orchestrators import inside, marks
 
 WAIT_S = 60
 RUN, HONEST, CHEAT, FRIEND, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
@@ -275,10 +275,7 @@ def test_one_lying_validator_of_three_lets_nothing_pass_and_ends_no_run(tmp_path
             proxy.wait_until(done)
             finish(run, client, 1)
             with run.locked:
-                assert (
-                    inside(run).health.rate(CHEAT.worker) == 1
-                    and not inside(run).health._workers[HONEST.worker].is_suspect
-                )
+                assert inside(run).health.rate(CHEAT.worker) == 1 and not marks(run, HONEST.worker)["is_suspect"]
 
 
 async def _late(found, key):

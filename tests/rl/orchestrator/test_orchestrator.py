@@ -43,7 +43,7 @@ from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
-from tests.support.orchestrators import inside
+from tests.support.orchestrators import inside, marks
 
 KEY, OTHER, STRANGER, RUN = (
     rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3, 4)
@@ -600,7 +600,7 @@ def test_a_group_that_outlives_the_weights_of_its_version_in_quarantine_is_made_
     batch = orchestrator.next_batch(3)
     assert batch.groups[0][0].task.group == 0 and asked == [0, 0]
     assert batch.metrics["trust/num_refused"] == 0 and not any(
-        inside(orchestrator).health._of(key.worker).num_halvings for key in (KEY, OTHER)
+        marks(orchestrator, key.worker)["num_halvings"] for key in (KEY, OTHER)
     )
 
 

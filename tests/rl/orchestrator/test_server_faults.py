@@ -21,7 +21,7 @@ from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
 from tests.support import proxy, validators
 from tests.support.groups import answers
-from tests.support.orchestrators import inside
+from tests.support.orchestrators import inside, marks
 
 RUN, WORKER, LIAR, HONEST, OWN = (rollout_lib.WorkerKey.generate() for _ in range(5))
 POLICY = timeline.Policy(7, 0)
@@ -133,7 +133,7 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     assert (
         not inside(run).health.is_banned(WORKER.worker) and inside(run).health.rate(WORKER.worker) < 0.9
     )  # not even a suspect
-    assert inside(run).health._of(WORKER.worker).num_halvings == 0
+    assert marks(run, WORKER.worker)["num_halvings"] == 0
     assert inside(run).counts["refused"] == 0 and inside(run).counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
     batch = run.next_batch(1)
