@@ -34,16 +34,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import (
-    group_log,
-    leases,
-    nodes,
-    routes,
-    status,
-    submissions,
-    work_share,
-    worker_health,
-)
+from rl.orchestrator import group_log, leases, nodes, routes, status, submissions, work_share, worker_health
 from rl.orchestrator import state as state_lib
 from rl.orchestrator.gate import gate
 from rl.orchestrator.groups import batches, give_backs, group_queue, queue_entry

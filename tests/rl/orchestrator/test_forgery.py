@@ -15,7 +15,7 @@ from rl.verification import evidence_log, run_bands, verifier
 from tests.rl.orchestrator.test_attacks import HONEST, RUN, running
 from tests.support import forger as forger_lib
 from tests.support import small_configs, validators
-from tests.support.orchestrators import inside
+from tests.support.orchestrators import inside, marks
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 WAIT_S = 120
@@ -49,9 +49,7 @@ def run(exp, tmp_path, *, one_key, formed):
         for first in range(0, len(made), 128):
             assert set(worker.submit(HONEST, made[first : first + 128])) == {"taken"}
         batches = [orchestrator.next_batch(step) for step in range(1, steps + 1)]
-    assert not inside(orchestrator).health.state()["workers"].get(HONEST.worker, {"num_rejected": 0})["num_rejected"], (
-        "an honest group was rejected"
-    )
+    assert not marks(orchestrator, HONEST.worker)["num_rejected"], "an honest group was rejected"
     return num_forged, batches
 
 
