@@ -10,7 +10,6 @@
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -55,8 +54,8 @@ class Leases:
         because of `problem`. `begun_us` is the start of its process, which holds none of the groups that an earlier one leased. `holding` are the groups that
         its request lists as held; None for a request that lists none.
         """
-        now_s = time.monotonic()
         with self.seconds.time(), self.locked as state:
+            now_s = state.clock()
             if worker in state.servers.invited:  # the ledger takes no lease of a banned server, so the run would end
                 raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
             self.nodes.seen([worker], now_s)
@@ -78,8 +77,8 @@ class Leases:
 
         Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
         """
-        now_s = time.monotonic()
         with self.locked as state:
+            now_s = state.clock()
             if leaving or state.is_ended:
                 self.nodes.leave(key, role)
             else:
@@ -176,7 +175,7 @@ class Leases:
         return state.queue.leased_samples_but(others)
 
     def _has_work(self, state: RunState) -> bool:
-        late = self._late(state, time.monotonic(), True)
+        late = self._late(state, state.clock(), True)
         return state.queue.count()[State.OPEN] > 0 or state.queue.has_late(**late)
 
     def _late(self, state: RunState, now_s: float, is_known: bool) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import dataclasses
 import math
 import statistics
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -46,6 +45,7 @@ class Nodes:
     """The nodes of a run, and the policies of its servers."""
 
     lock: threading.RLock  # of the run's state; it guards all that is not a field
+    clock: Callable[[], float]  # seconds that never fall
     topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
     max_lag: int  # versions by which the policy of a server may be older than the newest
     validators: Collection[str]  # public keys that may sign in as validators only
@@ -63,7 +63,7 @@ class Nodes:
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
         self._first: tuple[timeline.Policy, float] | None = None  # the newest that any server has, and since when
-        self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
+        self._well_s = dict.fromkeys(ROLES, self.clock())  # when there was one last
         self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
         self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
         self._ticked_s = math.inf  # the last tick of `run`
@@ -100,7 +100,7 @@ class Nodes:
     def announce(self, policy: timeline.Policy) -> None:
         """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
         with self.lock:
-            self.newest, self._announced_s = policy, time.monotonic()
+            self.newest, self._announced_s = policy, self.clock()
             has_servers = self._has_servers()
         if has_servers:
             self._notify()
@@ -159,8 +159,8 @@ class Nodes:
 
         So it loads a policy when that is published. A beat per interval would delay each step of a fast run.
         """
-        end_s = time.monotonic() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
-        while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
+        end_s = self.clock() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
+        while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - self.clock()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, 5 * TICK_S)):
                     await self.announced.wait()
@@ -168,7 +168,7 @@ class Nodes:
     def fault(self, key: str, problem: str) -> None:
         """Records that a call of ours to a node failed."""
         with self.lock:
-            self._registry.fault(key, time.monotonic(), problem)
+            self._registry.fault(key, self.clock(), problem)
 
     def numerics(self) -> str:
         """Returns data types, device, and version of jax of each server, by its own account, as a line for people. Blocks for some seconds at most."""
@@ -299,14 +299,14 @@ class Nodes:
 
         `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
         """
-        self._loop, followed, swept_s = asyncio.get_running_loop(), set(), time.monotonic()
+        self._loop, followed, swept_s = asyncio.get_running_loop(), set(), self.clock()
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for url in [*self._static]:
                     if url not in followed:
                         followed.add(url)
                         tasks.create_task(static_servers.follow(self._static[url], self))
-                now_s = time.monotonic()
+                now_s = self.clock()
                 self._look(now_s)
                 on_tick(now_s)  # first, as this process may have been stopped
                 self._ticked_s = now_s

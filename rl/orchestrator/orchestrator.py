@@ -64,7 +64,7 @@ class Orchestrator:
     `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
     validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
     verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`, if
-    there is one. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S` seconds of waiting, and the steps that a caught
+    there is one. `clock` returns seconds that never fall. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S` seconds of waiting, and the steps that a caught
     worker spoiled.
     """
 
@@ -87,6 +87,7 @@ class Orchestrator:
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
         first_error: Callable[[], str] = lambda: "",
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
         self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
@@ -96,11 +97,12 @@ class Orchestrator:
         own_workers = () if config.topology.mode == "remote" else invited
         invited = frozenset({*invited, *config.topology.workers})
         self.locked = state_lib.Locked(
-            self._first_state(invited, {*server_keys, *config.topology.server_keys}, is_measuring)
+            self._first_state(invited, {*server_keys, *config.topology.server_keys}, is_measuring, clock)
         )
         self.admission = gate.Admission(gate.Policy.of(config), key.worker, invited, stake)
         self.nodes = nodes.Nodes(
             lock=self.locked.lock,
+            clock=clock,
             topology=config.topology,
             max_lag=config.rl.max_lag,
             validators=verdicts.validators,
@@ -205,7 +207,7 @@ class Orchestrator:
         A policy of another epoch makes all work of earlier ones void.
         """
         with self.locked as state:
-            state.policy, state.published_s = policy, time.monotonic()
+            state.policy, state.published_s = policy, state.clock()
             if policy.epoch != state.queue.epoch:
                 self._submissions.begin_epoch(state, policy.epoch)
                 self._restore(state, policy.epoch)
@@ -247,16 +249,15 @@ class Orchestrator:
         Returns a list of rollouts per task. Training goes on meanwhile. A server keeps this version for up to `evaluation.hold_s`;
         after this time the evaluation is given up as soon as there is a newer one, and the result is [].
         """
-        begun_s, groups = time.monotonic(), task_schedule.held_out_groups(self._config, version, name)
-        hold_s = self._config.evaluation.hold_s
+        groups, hold_s = task_schedule.held_out_groups(self._config, version, name), self._config.evaluation.hold_s
         with self.locked as state:
-            newest = state.policy
+            newest, begun_s = state.policy, state.clock()
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self.locked as state, contextlib.ExitStack() as stack:
             self.locked.wait_for(lambda: state.version >= version)
             groups = [group for group in groups if group.env not in state.left_out]
             state.queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
-            waiting = functools.partial(self._evaluation, state, version, name, groups, time.monotonic())
+            waiting = functools.partial(self._evaluation, state, version, name, groups, state.clock())
             state.evaluating[version, name] = waiting
             stack.callback(state.evaluating.pop, (version, name))
 
@@ -268,7 +269,7 @@ class Orchestrator:
 
             while not self.locked.wait_for(is_complete, min(EVALUATION_NOTICE_S, hold_s)):
                 self._on_wait(waiting())
-                if time.monotonic() > begun_s + hold_s and state.policy.version > version:
+                if state.clock() > begun_s + hold_s and state.policy.version > version:
                     for key in present():
                         state.queue.drop(key, "evaluation")
                     return []
@@ -363,7 +364,11 @@ class Orchestrator:
     # Parts of the above.
 
     def _first_state(
-        self, invited: Collection[str], registered: Collection[str], is_measuring: Callable[[], bool]
+        self,
+        invited: Collection[str],
+        registered: Collection[str],
+        is_measuring: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> RunState:
         """Returns the state of a run without groups; `invited` are keys of workers, `registered` those of servers that sign."""
         config, queue = self._config, group_queue.GroupQueue()
@@ -383,6 +388,7 @@ class Orchestrator:
             health=marks(invited=invited, is_measuring=is_measuring),
             servers=marks(invited=registered),
             share=work_share.WorkShare(config.topology.lease_s),
+            clock=clock,
         )
 
     def _is_banned(self, key: str) -> bool:
@@ -396,7 +402,7 @@ class Orchestrator:
                 return
             state.version = policy.version
             if policy == state.policy:
-                self.metrics.seconds["update"].observe(time.monotonic() - state.published_s)
+                self.metrics.seconds["update"].observe(state.clock() - state.published_s)
             state.batches.load(policy.version)
             state.has_news = True
 
@@ -474,13 +480,13 @@ class Orchestrator:
 
     def _waiting(self, state: RunState) -> str:
         """Returns why the learner's batch waits."""
-        return self._status.waiting(state, f"batch {state.wanted}", state.batches.progress(), time.monotonic())
+        return self._status.waiting(state, f"batch {state.wanted}", state.batches.progress(), state.clock())
 
     def _evaluation(
         self, state: RunState, version: int, name: str, groups: Sequence[lease_lib.Lease], begun_s: float
     ) -> str:
         """Returns the state of an evaluation for people, with an estimate of its end: by its finished groups, else by its longest answers."""
-        now_s = time.monotonic()
+        now_s = state.clock()
         done, taken_s = state.queue.num_eligible([group.key for group in groups]), now_s - begun_s
         if done:
             left_s = taken_s * (len(groups) - done) / done

@@ -27,6 +27,7 @@ class RunState:
     health: worker_health.WorkerHealth  # the marks of workers
     servers: worker_health.WorkerHealth  # those of the servers that answer for the samples they sign: invited keys
     share: work_share.WorkShare
+    clock: Callable[[], float]  # seconds that never fall
     # By the end of their metric's name.
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     policy: timeline.Policy = timeline.Policy(0, -1)  # the newest that a server may have

@@ -32,7 +32,7 @@ class StaticServer:
 async def follow(server: StaticServer, nodes) -> None:
     """Beats for a static server in `nodes` (rl/orchestrator/nodes.py), and updates its weights, until it is cancelled."""
     report = registry.Report(url=server.url)
-    nodes.beat(server.url, "server", report, time.monotonic())
+    nodes.beat(server.url, "server", report, nodes.clock())
     update, requested, pause, retry_s = None, None, retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
     async with httpx.AsyncClient(timeout=HEALTH_S) as http:
         while True:
@@ -43,7 +43,7 @@ async def follow(server: StaticServer, nodes) -> None:
                 retry_s, update = time.monotonic() + pause.next_s(), None
             try:
                 report = await _poll(http, server.url, report.problem)
-                nodes.beat(server.url, "server", report, time.monotonic())
+                nodes.beat(server.url, "server", report, nodes.clock())
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
                 nodes.fault(server.url, f"no health: {str(error) or type(error).__name__}")
             announced, newest = nodes.announced, nodes.target(server.url)

@@ -163,7 +163,7 @@ class Submissions:
             return f"refused: {NOT_LEASED}"
         if fate is queue_entry.Delivery.EPOCH:
             state.counts["void_epoch"] += len(rollouts)
-            state.health.lost(holder, key, time.monotonic(), blame=False)
+            state.health.lost(holder, key, state.clock(), blame=False)
             return VOID
         state.counts["spare"] += len(rollouts)
         return "spare"  # also for a duplicate: the reply must not reveal whether the group passed
@@ -276,7 +276,7 @@ class Submissions:
     def _accepted(self, state: RunState, entry: queue_entry.Entry) -> str:
         state.counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
         state.health.accepted(entry.worker, entry.group.key)
-        state.share.finished(entry.worker, entry.since_s, time.monotonic())
+        state.share.finished(entry.worker, entry.since_s, state.clock())
         state.batches.accepted(entry.group.key)
         state.has_news = True
         return "accepted"
@@ -306,7 +306,7 @@ class Submissions:
         state.counts["refused"] += len(entry.rollouts)
         state.counts[f"refused_{verdict.reason}"] += 1
         self.ledger.refused(worker, *group.key, entry.digest, str(verdict), _environment(entry))
-        state.health.rejected(worker, group.key, time.monotonic(), is_fault=is_fault)
+        state.health.rejected(worker, group.key, state.clock(), is_fault=is_fault)
         if is_fault:
             self._distrust(state, "worker", state.health, worker)
         if state.health.is_banned(worker):
@@ -321,9 +321,9 @@ class Submissions:
         """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
         key = entry.group.key
         state.counts["server_faults"] += len(entry.rollouts)
-        state.health.lost(entry.worker, key, time.monotonic(), blame=False)
+        state.health.lost(entry.worker, key, state.clock(), blame=False)
         was_banned = state.servers.is_banned(server)
-        state.servers.rejected(server, key, time.monotonic(), is_fault=True)
+        state.servers.rejected(server, key, state.clock(), is_fault=True)
         self.ledger.joined(server)
         self.ledger.refused(server, *key, entry.digest, str(verdict), _environment(entry))
         self._distrust(state, "server", state.servers, server)
@@ -362,7 +362,7 @@ class Submissions:
         for entry in state.queue.begin_epoch(epoch):
             state.counts["void_epoch"] += len(entry.rollouts)
             for worker in {entry.worker, *entry.leases} - {""}:
-                state.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
+                state.health.lost(worker, entry.group.key, state.clock(), blame=False)
         state.has_news = True
 
     def void_too_old(self, state: RunState) -> None:
@@ -394,7 +394,7 @@ class Submissions:
 
     def _lose(self, state: RunState, entry: queue_entry.Entry, *, blame: bool) -> None:
         self.verdicts.withdraw(entry.digest)
-        state.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=blame)
+        state.health.lost(entry.worker, entry.group.key, state.clock(), blame=blame)
         state.has_news = True
 
 

@@ -15,8 +15,8 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.orchestrator import leases, nodes, submissions, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import submissions, worker_health
 from rl.orchestrator.gate import gate, lease_waiters
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_collector
@@ -36,16 +36,13 @@ WAIT_S = 60
 class Clock:
     now_s = 1000.0
 
-    def monotonic(self):
+    def __call__(self):
         return self.now_s
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    for module in (leases, orchestrator_lib, submissions):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock():
+    return Clock()
 
 
 @pytest.fixture
@@ -61,8 +58,8 @@ def make(tmp_path, clock):
         exp = experiment.resolve(config)
         verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret", invited=invited)
-        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
-        made[-1].config, made[-1].now_s = exp.config, clock.monotonic
+        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, clock=clock, **options))
+        made[-1].config = exp.config
         publish(made[-1], 0)
         return made[-1]
 
@@ -76,9 +73,8 @@ def publish(orchestrator, version):
 
 
 @pytest.mark.parametrize("first", ["tick", "lease", "heartbeat"])
-def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monkeypatch, first):
+def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, first):
     """Each worker lost its leases, and was blamed; a stop for longer than topology.patience_s was the end of the run."""
-    monkeypatch.setattr(nodes, "time", clock)
     worker, other = (rollout_lib.WorkerKey.generate().worker for _ in range(2))
     orchestrator = make([worker, other])
     held = [group.key for group in orchestrator.leases.lease(worker, 16)]
@@ -184,7 +180,7 @@ def garbage(orchestrator, worker, groups):
         with orchestrator.locked as found:  # as a submission that fails the checks at the lease, after its signature
             found.queue.deliver(group.key, worker, answers(group), "")
             found.queue.requeue(group.key)
-            found.health.rejected(worker, group.key, orchestrator.now_s(), is_fault=False)
+            found.health.rejected(worker, group.key, found.clock(), is_fault=False)
 
 
 def give_back(orchestrator, worker, groups):

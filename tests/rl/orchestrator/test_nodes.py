@@ -74,7 +74,7 @@ def server():
 def make(tmp_path):
     made = []
 
-    def make(*servers, **topology):
+    def make(*servers, clock=time.monotonic, **topology):
         config = quickstart.get_config()
         config.rl.update(prompts_per_step=3, samples_per_prompt=2, num_steps=10, max_lag=1)
         config.topology.update({"heartbeat_s": 0.2, **topology})
@@ -82,7 +82,7 @@ def make(tmp_path):
         verdicts = verdict_collector.VerdictCollector(RUN, lambda groups: [checks.OK] * len(groups))
         lines = []
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"s", invited=(KEY.worker, OTHER.worker))
-        orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append)
+        orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append, clock=clock)
         orchestrator.lines, orchestrator.config = lines, exp.config
         for url in servers:
             orchestrator.nodes.add(url, url)
@@ -165,13 +165,12 @@ def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
         assert inside(orchestrator).failure is None and len(Node(orchestrator, KEY).lease(9)) == 9
 
 
-def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator(monkeypatch):
+def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator():
     now, served, names = clock.Clock(), [], ("a", "b", "c")
-    monkeypatch.setattr(nodes, "time", types.SimpleNamespace(monotonic=now))
     topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
     none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
     hooks = {"on_served": served.append, "on_notice": lambda line: None}
-    table = nodes.Nodes(lock=threading.RLock(), topology=topology, max_lag=1, **none, **hooks)
+    table = nodes.Nodes(lock=threading.RLock(), clock=now, topology=topology, max_lag=1, **none, **hooks)
     first, second, third, last = (timeline.Policy(0, version) for version in range(4))
 
     def beat(now_s, *policies, problem=""):
@@ -681,12 +680,13 @@ def test_groups_of_a_reply_that_was_lost_go_to_the_next_request_without_blame(ma
 
 def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
     """While a server refused, a ledger showed 481 leases for 157 submissions."""
-    orchestrator = make()
+    now = clock.Clock()
+    orchestrator = make(clock=now)
     orchestrator.publish(timeline.Policy(0, 0))
     let_hold_many(orchestrator)
     key, leased = ("train", 1, 0), 0
-    begun_s = time.monotonic()
-    while time.monotonic() < begun_s + 2:
+    while now.now < 2:
+        now.now += 0.05
         for by in (KEY, OTHER):
             leased += key in {group.key for group in orchestrator.leases.lease(by.worker, 6)}
             orchestrator.leases.lease(by.worker, 0, returned=inside(orchestrator).queue.held(by.worker))
