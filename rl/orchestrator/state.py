@@ -34,7 +34,7 @@ class RunState:
     published_s: float = 0.0  # when it was published
     version: int = -1  # the newest that servers have
     left_out: set[str] = dataclasses.field(default_factory=set)  # environments of which no worker can make a group
-    # Of the log, until the first policy is published.
+    # From the log, until the first policy is published.
     logged: dict[queue_entry.Key, group_log.LoggedGroup] = dataclasses.field(default_factory=dict)
     # The ledger's last batch, maybe not returned yet.
     recorded: dict[int, list[queue_entry.Entry]] = dataclasses.field(default_factory=dict)
@@ -49,7 +49,7 @@ class RunState:
 
 
 class Locked:
-    """The state of a run behind its lock, which one thread may take several times."""
+    """The state of a run with its lock, which one thread may take several times."""
 
     def __init__(self, state: RunState):
         self._state, self.lock = state, threading.RLock()

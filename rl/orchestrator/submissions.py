@@ -288,7 +288,7 @@ class Submissions:
         return reply
 
     def _take_spare(self, state: RunState, key: queue_entry.Key) -> None:
-        """Judges the rollouts of other holders that took the place of rejected ones, up to the first that are not rejected at once."""
+        """Judges the rollouts of other holders that took the place of rejected ones, up to the first that their leases do not reject."""
         while (entry := state.queue.entries[key]).state is State.SUBMITTED:
             rows = parquet.Rows(parquet.to_table(entry.rollouts), entry.rollouts)
             found = self._take(state, entry, rows, blame=False)  # it grew old here
