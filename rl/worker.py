@@ -155,12 +155,22 @@ class Worker:
                     run = next(iter(runs.values()))
                     proof = await signed_session.find_work(self.key, session.run, run.work_bits)
                 signed = signed_session.SignedSession(
-                    self._connection, self.key, session, proof, begun_us, _digest(description)
+                    connection=self._connection,
+                    key=self.key,
+                    session=session,
+                    work=proof,
+                    begun_us=begun_us,
+                    env_digest=_digest(description),
                 )
-                options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
-                options["api_key"] = None if self.trusted else ""
+                client = client_lib.Client(
+                    self.servers or run.servers,
+                    give_up_s=min(self.give_up_s, SERVERS_S),
+                    api_key=None if self.trusted else "",
+                    keys=run.server_keys,
+                    run=session.run,
+                )
                 try:
-                    async with client_lib.Client(self.servers or run.servers, **options) as client:
+                    async with client:
                         self._groups = _Groups(self, signed, client, runs)
                         return await self._groups.work(stopping)
                 except* lease.StaleSession as error:  # its leases are void
@@ -347,7 +357,7 @@ def _digest(description: dict) -> str:
 def read_runs(
     body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note
 ) -> dict[str, group_lib.Run]:
-    """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
+    """Loads a run as `_read_run` does, with each of its environments by `Lease.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
         return {"": _read_run(body, sandbox, code, on_error)}
     found = {}
