@@ -79,7 +79,7 @@ class Rules:
     replay: Callable[[lease.Lease, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
     vine: Mapping[str, Any] | None = None  # options of the continuations that training groups must have; None: none
-    envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Group.env`, if a run has several
+    envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Lease.env`, if a run has several
 
     @property
     def each(self) -> "tuple[Rules, ...]":
