@@ -100,7 +100,7 @@ class Played:
 
         @app.get("/health")
         async def health():
-            return {"policy_version": 0, "running": 0, "pending": 0}
+            return {"policy_version": 0, "policy_epoch": 0, "policy_digest": "", "load": {"running": 0, "waiting": 0}}
 
         @app.post("/submit")
         async def submit(request: fastapi.Request):

@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
 
 
 def test_a_checkpoint_without_the_groups_that_were_taken_is_refused(start):
-    """Only batches of "prescribed" groups took the first ones, whatever happened."""
+    """Only batches of "prescribed" groups are known to have taken the first ones."""
     marks = {"workers": {}, "expired_with": []}
     start().orchestrator.resume(2, {"standing": marks, "servers": marks})
     with pytest.raises(ValueError, match="step 2 lacks the groups that its batches took; resume from another"):
