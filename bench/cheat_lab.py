@@ -28,7 +28,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import transformer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import initial
-from rl.protocol import task_schedule
+from rl.protocol import lease, task_schedule
 from rl.validator import calibrate
 from rl.verification import checks, replay, sequential_test, verifier
 from rl.verification import rules as rules_lib
@@ -62,7 +62,7 @@ class Lab:
         loaded = initial.load(self.experiment, mesh_lib.create({}, devices=jax.devices()[:1]))
         return jax.tree.map(lambda x: x.astype(self.dtype), loaded)
 
-    def groups(self, first: int, count: int) -> list[task_schedule.Group]:
+    def groups(self, first: int, count: int) -> list[lease.Lease]:
         """Returns `count` groups of the run from number `first` on."""
         size, found = self.experiment.config.rl.prompts_per_step, []
         for step in range(1 + first // size, 2 + (first + count) // size):

@@ -22,12 +22,12 @@ from inference.rollouts import rollout as rollout_lib
 from rl import envs
 from rl.experiment import experiment as experiment_lib
 from rl.orchestrator import routes
-from rl.protocol import lease, task_schedule
+from rl.protocol import lease
 
 POLL_S, MAX_POLL_S = 50.0, 490.0  # as rl/worker.py
 REPORT_S = 2.0
 NUM_NETWORKS = 4  # of the workers that hand in groups
-Make = Callable[[task_schedule.Group, rollout_lib.WorkerKey], list[rollout_lib.Rollout]]
+Make = Callable[[lease.Lease, rollout_lib.WorkerKey], list[rollout_lib.Rollout]]
 
 
 def run(url: str, raw: Sequence[bytes], config, count: int, size: int, groups_per_s: float, queue) -> None:
@@ -98,7 +98,7 @@ class _Swarm:
             self._report["leases"] += [time.perf_counter() - begun_s] * (size == 1)
             if not (groups := reply.raise_for_status().json()["groups"]):
                 continue
-            rollouts = [one for group in groups for one in make(task_schedule.Group(**group), key)]
+            rollouts = [one for group in groups for one in make(lease.Lease.from_json(group), key)]
             data = parquet.table_bytes([parquet.to_table(rollouts)])
             header = json.dumps(lease.request(key, self._session, digest=hashlib.sha256(data).hexdigest()))
             reply = await http.post("/submit", content=data, headers={lease.HEADER: header})
@@ -139,7 +139,7 @@ def _maker(config) -> Make:
     stop = exp.tokenizer.stop_ids[0]
     proofs: dict[int, bytes] = {}  # by number of sampled tokens
 
-    def make(group: task_schedule.Group, key: rollout_lib.WorkerKey) -> list[rollout_lib.Rollout]:
+    def make(group: lease.Lease, key: rollout_lib.WorkerKey) -> list[rollout_lib.Rollout]:
         task, worker = env.make_task(group.index, group.split), key.worker
         prompt = exp.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
         kinds = []

@@ -26,8 +26,9 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
 from models import transformer
-from rl import envs, sft, worker
+from rl import envs, sft
 from rl.batch import packing
+from rl.envs.host import group as group_lib
 from rl.experiment import experiment as experiment_lib
 from rl.learner import objective, train_step
 from rl.protocol import task_schedule
@@ -82,12 +83,12 @@ class Sampler:
         return [self._rollouts(group, task, prompt, future.result(WAIT_S)) for group, task, prompt, future in waiting]
 
     def _rollouts(self, group, task, prompt, completions):
-        run = worker.Run(self.env, None, self.exp.config.seed, self.exp.tokenizer, [], {})
+        run = group_lib.Run(self.env, None, self.exp.config.seed, self.exp.tokenizer, [], {})
         samples = [
             sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, b"")
             for c in completions
         ]
-        made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
+        made = group_lib.make_rollouts(run, group, task, prompt, samples)
         assert self.env.score is not None
         texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in samples]
         return [

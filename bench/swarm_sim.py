@@ -33,7 +33,8 @@ from rl.orchestrator import work_share, worker_health
 from rl.orchestrator.groups import batches as batches_lib
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import State
-from rl.protocol import registry, task_schedule
+from rl.protocol import lease as lease_lib
+from rl.protocol import registry
 from sharding.system import cli
 
 MASK = np.ones(1, bool)
@@ -134,7 +135,7 @@ class Simulation:
         for _ in range(len(self.lengths), max(numbers) + 1):
             self.lengths.append(self.length() * self.scale)
         P = self.swarm.groups
-        return [task_schedule.Group(1 + n // P, n, "train", n, n, 1, 1.0, 0) for n in numbers]
+        return [lease_lib.Lease(1 + n // P, n, "train", n, n, 1, 1.0, 0) for n in numbers]
 
     def at(self, delay_s: float, kind: str, what: Any) -> None:
         """Schedules a call of the method `kind`."""

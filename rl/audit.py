@@ -29,8 +29,8 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
-from rl.protocol import check_rate, env_mix, noise_seed, task_schedule
 from rl.protocol import curriculum as curriculum_lib
+from rl.protocol import env_mix, lease, noise_seed, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from rl.retention import redaction
@@ -191,7 +191,7 @@ class Audit:
             return None
         return f"expected samples 0..{count - 1} once each, got {found[:16]}, {'' if is_whole else 'not '}with all branches"
 
-    def _prescribed(self, step: int, number: int) -> task_schedule.Group | None:
+    def _prescribed(self, step: int, number: int) -> lease.Lease | None:
         """Returns the group with this number if batch `step` may have it by rl.batch, else None."""
         of = number // self._per_step + 1
         allowed = [step] if self._is_fixed or self._curriculum else task_schedule.group_steps(self.config)
@@ -221,7 +221,7 @@ class Audit:
             found = f"the digest is {self._curriculum.digest[:16]}, and {named[:16] or 'none'} in the ledger"
         return found
 
-    def _task_error(self, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
+    def _task_error(self, group: lease.Lease | None, rollout: rollout_lib.Rollout) -> str | None:
         if group is None:
             return "this step has no such group"
         task = rollout.task
@@ -255,11 +255,11 @@ class Audit:
         """
         rates, record = self.config.trust.to_dict() | batch.rates, float(batch.records.get(worker, 0))
         if worker in self.history.run.invited:
-            record += check_rate.HALF_AT * (1 / rates["invited_rate"] - 1)
-        rate = check_rate.rate(check_rate.reputation(record), rates["min_rate"])
+            record += verdict_lib.HALF_AT * (1 / rates["invited_rate"] - 1)
+        rate = verdict_lib.check_rate(verdict_lib.reputation(record), rates["min_rate"])
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
         of = number // self._per_step + 1
-        draw = check_rate.draw(secret, f"train/{of}/{number}")
+        draw = verdict_lib.draw(secret, f"train/{of}/{number}")
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 
@@ -279,7 +279,7 @@ def _fits(result: float, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
     return min(0.0, *rewards) - 1e-9 <= result <= max(0.0, *rewards) + 1e-9
 
 
-def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
+def _seed_error(group: lease.Lease | None, rollout: rollout_lib.Rollout) -> str | None:
     expected = rollout.seed
     if group:
         prompt = rollout.tokens[: rollout.prompt_length]

@@ -42,6 +42,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl import envs, worker
+from rl.envs.host import group as group_lib
 from rl.envs.native.genesys import schema
 from rl.envs.scoring import scorer as scorer_lib
 from rl.evaluation import samples as samples_lib
@@ -49,7 +50,7 @@ from rl.evaluation import sampling as sampling_lib
 from rl.experiment import command, experiment
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
-from rl.protocol import env_mix, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.reporting import metrics
 from sharding.system import atomic_file, sockets
 
@@ -57,7 +58,7 @@ HEALTH_S = 30.0
 MAX_STEPS = 2**20
 
 
-def groups_of(config, version: int, count: int) -> list[task_schedule.Group]:
+def groups_of(config, version: int, count: int) -> list[lease.Lease]:
     """Returns the first `count` groups that policy `version` may generate, pinned to it."""
     found, step = [], version + 1
     while len(found) < count:
@@ -80,7 +81,7 @@ async def generate(
     *,
     concurrency: int = 64,
     give_up_s: float = 600.0,
-) -> list[task_schedule.Group]:
+) -> list[lease.Lease]:
     """Makes the missing files of the first `count` groups; returns the groups.
 
     Raises ConnectionError if a server does not answer for `give_up_s` seconds, ValueError if it refuses a request.
@@ -107,13 +108,13 @@ async def generate(
             with progress.phase("groups", total=len(groups)) as bar:
                 done = len(groups) - len(missing)
 
-                async def complete(group: task_schedule.Group) -> None:
+                async def complete(group: lease.Lease) -> None:
                     nonlocal done
                     run = runs[group.env]
                     timed = _Timed(run.scorer) if run.scorer else None
                     async with free:
                         own = dataclasses.replace(run, scorer=timed)
-                        rollouts = await worker.roll_out(client, own, key, dataclasses.asdict(group))
+                        rollouts = await group_lib.roll_out(client, own, key, group)
                     if timed and timed.late:
                         late = json.dumps(timed.late).encode()
                         atomic_file.write(_late_file(output, group.group), late, durable=True)
@@ -136,7 +137,7 @@ async def generate(
     return groups
 
 
-def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence[task_schedule.Group]) -> list[dict]:
+def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence[lease.Lease]) -> list[dict]:
     """Returns a row per response of the groups' files, in order: a GENESYS `Response` with `score`, `rewards`, and `messages`."""
     loaded, entries, rows = envs.load_all(exp.config), env_mix.entries(exp.config), []
     sampling = {name: exp.config.sampling[name] for name in ("temperature", "top_p", "top_k", "max_tokens")}

@@ -21,32 +21,26 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import operator
 import os
 import random
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from inference import client as client_lib
-from inference.rollouts import kept_sets, parquet
+from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
-from inference.swarm import sample as sample_lib
 from models import hub
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs.foreign import host as foreign_host
 from rl.envs.host import group as group_lib
-from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
-from rl.protocol import continuations, lease, registry, signed_session, user_code
-from sharding.system import bounded_reply, cli, role_metrics, sign_in, signed_message, sockets
+from rl.protocol import lease, registry, signed_session, user_code
+from sharding.system import bounded_reply, cli, retries, role_metrics, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -57,38 +51,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
 EPISODES = ("rollouts", "errors", "turns")  # counted by environment
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
-
-_key = operator.itemgetter("split", "step", "group")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The run that a worker works for, as the orchestrator described it: environment, scorer, tokenizer, and settings."""
-
-    env: environment.Environment
-    scorer: scorer_lib.Scorer | None  # None with `player`, or where no scores are needed
-    env_seed: int
-    tokenizer: tokenizer_lib.Tokenizer
-    servers: list[str]
-    sampling: dict
-    router_replay: bool = False  # rollouts must name the experts that ran
-    work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
-    server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
-    env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
-    player: group_lib.Player | None = None  # of an environment with episodes of several calls
-    vine: Mapping[str, Any] | None = None  # options of continuations (rl/protocol/continuations.py); None: none
-
-    @functools.cached_property
-    def task(self) -> Callable[[int, str], tuple[environment.Task, list[int]]]:
-        """A function (index, split) -> (task, token IDs of its prompt)."""
-        return environment.prompts(self.env, self.tokenizer)
-
-    async def close(self) -> None:
-        """Ends the processes of the environment."""
-        if self.scorer:
-            await asyncio.to_thread(self.scorer.close)
-        if self.player:
-            await self.player.host.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,6 +109,10 @@ class Worker:
             return self._connection.problem
         return self._groups.waiting_for() if self._groups else "the orchestrator's description of the run"
 
+    def health(self) -> dict[str, str]:
+        """Returns the body of /health."""
+        return {"waiting_for": self.waiting_for()}
+
     def progress(self) -> tuple[dict[str, float], str]:
         """Returns ({name: count so far}, the thing that this worker waits for or "")."""
         counts = {f"groups {fate}": self.counts[fate] for fate in ("submitted", "refused") if self.counts[fate]}
@@ -189,12 +155,22 @@ class Worker:
                     run = next(iter(runs.values()))
                     proof = await signed_session.find_work(self.key, session.run, run.work_bits)
                 signed = signed_session.SignedSession(
-                    self._connection, self.key, session, proof, begun_us, _digest(description)
+                    connection=self._connection,
+                    key=self.key,
+                    session=session,
+                    work=proof,
+                    begun_us=begun_us,
+                    env_digest=_digest(description),
                 )
-                options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
-                options["api_key"] = None if self.trusted else ""
+                client = client_lib.Client(
+                    self.servers or run.servers,
+                    give_up_s=min(self.give_up_s, SERVERS_S),
+                    api_key=None if self.trusted else "",
+                    keys=run.server_keys,
+                    run=session.run,
+                )
                 try:
-                    async with client_lib.Client(self.servers or run.servers, **options) as client:
+                    async with client:
                         self._groups = _Groups(self, signed, client, runs)
                         return await self._groups.work(stopping)
                 except* lease.StaleSession as error:  # its leases are void
@@ -207,7 +183,11 @@ class _Groups:
     """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
     def __init__(
-        self, worker: Worker, signed: signed_session.SignedSession, client: client_lib.Client, runs: Mapping[str, Run]
+        self,
+        worker: Worker,
+        signed: signed_session.SignedSession,
+        client: client_lib.Client,
+        runs: Mapping[str, group_lib.Run],
     ):
         self._worker, self._signed, self._client, self._runs = worker, signed, client, runs
         self._ended = asyncio.Event()
@@ -215,7 +195,7 @@ class _Groups:
         self._running: dict[lease.Key, asyncio.Task] = {}
         self._held: set[lease.Key] = set()  # leased, and neither answered nor given back
         self._finished: asyncio.Queue[tuple[lease.Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
-        self._num_failures, self._problem = 0, ""
+        self._failure_pause, self._problem = retries.Backoff(2 * VOID_PAUSE_S, MAX_FAILURE_PAUSE_S), ""
         self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wake(self) -> None:
@@ -251,7 +231,7 @@ class _Groups:
         cli.note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
-        pause_s, least_s = FIRST_PAUSE_S, POLL_S
+        pause, least_s = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, growth=1.5), POLL_S
         while True:
             if len(self._running) >= self._worker.concurrency:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -262,14 +242,15 @@ class _Groups:
             self._hear(reply)
             least_s = float(reply.get("wait_s", 0.0))
             for group in reply["groups"]:
-                key = _key(group)
+                key = group.key
                 if key not in self._held:  # else its lease ran out, and it is still in progress
                     self._held.add(key)
                     self._worker.counts["leased"] += 1
                     self._running[key] = task = tasks.create_task(self._complete(group))
                     task.add_done_callback(functools.partial(self._forget, key))
-            pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
-            await asyncio.sleep(FIRST_PAUSE_S if reply["groups"] else pause_s)  # a reply without either came too early
+            if reply["groups"] or time.monotonic() - begun_s >= 1.0:
+                pause.reset()
+            await asyncio.sleep(pause.next_s())  # a reply without either came too early
 
     def _forget(self, key: lease.Key, task: asyncio.Task) -> None:
         if self._running.get(key) is task:  # else the group was given back, and leased again before the task ended
@@ -307,15 +288,16 @@ class _Groups:
         if "servers" in reply and not self._own_server:
             self._client.servers.tell(reply["servers"])
 
-    async def _complete(self, group: dict) -> None:
+    async def _complete(self, group: lease.Lease) -> None:
         """Generates a group and queues it for submission, or gives it back."""
         try:
             with self._worker.metrics.seconds["group"].time():
-                run = self._runs[group.get("env", "")]
-                rollouts = await roll_out(self._client, run, self._worker.key, group)
-            self._num_failures, self._problem = 0, ""
+                run = self._runs[group.env]
+                rollouts = await group_lib.roll_out(self._client, run, self._worker.key, group)
+            self._failure_pause.reset()
+            self._problem = ""
             self._worker.add(rollouts)
-            return self._finished.put_nowait((_key(group), rollouts))
+            return self._finished.put_nowait((group.key, rollouts))
         except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
             pause_s, problem = VOID_PAUSE_S, ""  # the next one may have the same fate
             if self._own_server:  # only its owner can make it follow the run
@@ -324,31 +306,28 @@ class _Groups:
             is_of_env = isinstance(error, ValueError) and not str(error).startswith(registry.OF_ENVIRONMENT)
             problem = f"{registry.OF_ENVIRONMENT}{run.env.name}: {error}" if is_of_env else str(error)
             self._note_problem(group, problem)
-            self._num_failures += 1
-            pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
-        self._held.discard(_key(group))
+            pause_s = self._failure_pause.next_s()
+        self._held.discard(group.key)
         self._worker.counts["returned"] += 1
-        await self._signed.lease(0, [list(_key(group))], problem=sign_in.one_line(problem))
+        await self._signed.lease(0, [list(group.key)], problem=sign_in.one_line(problem))
         await asyncio.sleep(pause_s)
 
-    def _note_problem(self, group: dict, problem: str) -> None:
+    def _note_problem(self, group: lease.Lease, problem: str) -> None:
         if problem != self._problem:
-            cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {problem}")
+            cli.note(f"group {'/'.join(map(str, group.key))} is given back: {problem}")
             self._worker.lines.append(problem)
             self._news.set()
         self._problem = problem
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
-        # The size of a group before compression, with 1 KiB per rollout for the small fields.
-        size = lambda rollouts: sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)  # noqa: E731
         left = None  # a finished group that did not fit
         while True:
             key, rollouts = left or await self._finished.get()
-            keys, num_bytes, left = [key], size(rollouts), None
+            keys, num_bytes, left = [key], _num_bytes(rollouts), None
             while not left and not self._finished.empty():
                 left = self._finished.get_nowait()
-                if (num_bytes := num_bytes + size(left[1])) <= MAX_JOINED_BYTES:
+                if (num_bytes := num_bytes + _num_bytes(left[1])) <= MAX_JOINED_BYTES:
                     keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
             body = parquet.to_bytes(rollouts)
             if len(body) > web.MAX_BODY_BYTES:
@@ -365,72 +344,9 @@ class _Groups:
                 self._finished.task_done()
 
 
-def make_rollouts(
-    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
-) -> list[rollout_lib.Rollout]:
-    """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
-    P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
-    scored = run.scorer.score(task, texts) if run.scorer else [scorer_lib.Scored({"reward": 0.0}, 0.0)] * len(texts)
-    return [
-        rollout_lib.Rollout(
-            tokens=np.array([*prompt, *sample.tokens], np.int32),
-            sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
-            logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
-            versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
-            temperature=group["temperature"],
-            seed=(group["seed"] + index) % 2**32,
-            task=rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed),
-            sample=index,
-            step=group["step"],
-            reward=one.scores["reward"],
-            rewards=one.scores,
-            finish_reason=sample.finish_reason,
-            proofs=sample.proofs,
-            worker="",
-            signature=b"",
-            routed_experts=sample.experts,
-            epoch=sample.epoch,
-            server=sample.server,
-            server_signature=sample.server_signature,
-            kept=sample.kept,
-        )
-        for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
-    ]
-
-
-async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
-    """Generates and scores the rollouts of a group as leased, and signs them. Raises the errors of `Client.generate`."""
-    trains = group["split"] == "train"
-    sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
-    sampling["return_routed_experts"] = run.router_replay and trains
-    if trains and kept_sets.width(run.sampling, 1):
-        sampling["return_kept_tokens"] = True
-    sampling |= {"oldest_prefix_version": group["min_version"]} if run.player and trains else {}
-    pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
-    pins |= {"oldest_version": group["min_version"]}
-    sticky = "/".join(map(str, _key(group)))
-    if run.player:
-
-        async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
-            asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
-            own = pins | {"oldest_version": max(group["min_version"], call.oldest_version)}
-            own["policy_epoch"] = max(pins["policy_epoch"], call.epoch)
-            return await client.generate(call.prompt, asked, proofs=trains, sticky=sticky, **own)
-
-        ref = rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed)
-        rollouts = await run.player.play(generate, group, ref, run.env_digest)
-        return await asyncio.to_thread(rollout_lib.sign_all, rollouts, key)
-    task, prompt = run.task(group["index"], group["split"])
-    samples = await client.generate(prompt, sampling, proofs=trains, sticky=sticky, **pins)
-    # In a thread: a slow scorer must not stop other groups.
-    rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
-    if run.vine and run.scorer and trains:
-        scorer = run.scorer
-        score = lambda texts: [one.scores for one in scorer.score(task, texts)]  # noqa: E731
-        complete = functools.partial(client.generate, proofs=True, sticky=sticky, **pins)
-        own = complete, score, run.tokenizer, rollouts, sampling, group["seed"], run.vine
-        rollouts = await continuations.sample(*own)
-    return rollout_lib.sign_all(rollouts, key)
+def _num_bytes(rollouts: Sequence[rollout_lib.Rollout]) -> int:
+    """Returns the size of a group before compression, with 1 KiB per rollout for the small fields."""
+    return sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)
 
 
 def _digest(description: dict) -> str:
@@ -438,8 +354,10 @@ def _digest(description: dict) -> str:
     return str(description["env"].get("digest", ""))
 
 
-def read_runs(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note) -> dict[str, Run]:
-    """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
+def read_runs(
+    body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note
+) -> dict[str, group_lib.Run]:
+    """Loads a run as `_read_run` does, with each of its environments by `Lease.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
         return {"": _read_run(body, sandbox, code, on_error)}
     found = {}
@@ -453,7 +371,7 @@ def read_runs(body: dict, sandbox: str, code: user_code.Folders, on_error: score
     return {key: dataclasses.replace(run, env=dataclasses.replace(run.env, name=key)) for key, run in runs.items()}
 
 
-def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log) -> Run:
+def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log) -> group_lib.Run:
     """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code` (None: anywhere).
 
     Raises ValueError for another reply, and for an environment whose code or data differ from those of the run.
@@ -486,8 +404,20 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: score
         player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
     else:
         scorer = scorer_lib.Scorer(found, located, seed, **own)
-    described = env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player
-    return Run(*described, vine=body.get("vine"))
+    return group_lib.Run(
+        env=env,
+        scorer=scorer,
+        player=player,
+        env_seed=seed,
+        tokenizer=loaded,
+        servers=servers,
+        server_keys=keys,
+        sampling=sampling,
+        router_replay=router_replay,
+        work_bits=work_bits,
+        env_digest=expected,
+        vine=body.get("vine"),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -528,8 +458,8 @@ def main(argv: list[str] | None = None) -> int:
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
         with contextlib.ExitStack() as stack:
             if args.metrics:
-                health = lambda: {"waiting_for": worker.waiting_for()}  # noqa: E731
-                stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
+                serving = metrics_routes.serving(args.metrics, worker.health, worker.metrics)
+                stack.enter_context(serving)
             print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
             stack.enter_context(cli.status_line(worker.progress))
             asyncio.run(cli.run_until_signal(worker.work))

@@ -23,6 +23,7 @@ from sharding.system import role_metrics
 from tests import test_monitoring
 from tests.rl.orchestrator import test_orchestrator
 from tests.support import groups, proxy
+from tests.support.orchestrators import inside
 
 pytestmark = pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
 make = test_orchestrator.make
@@ -86,7 +87,7 @@ def orchestrator(make, screen=None, **changes):
     """A worker hands in the three groups of a batch; `changes` are fields of its rollouts."""
     found = make(screen=screen)
     test_orchestrator.publish(found, 0)
-    found._open(test_orchestrator.timeline.Policy(0, 0))
+    found.nodes.on_served(test_orchestrator.timeline.Policy(0, 0))
     before = text_of(found.metrics)
     for group in test_orchestrator.lease(found):
         if group.split == "train":
@@ -104,8 +105,8 @@ def ahead(make):
     """Servers have version 3 by the orchestrator, and one still serves version 0."""
     found = make()
     before = text_of(found.metrics)
-    with found._changed:
-        found._shared.version = 3
+    with found.locked:
+        inside(found).version = 3
     return tuple(map("".join, zip((before, text_of(found.metrics)), server(), strict=True)))
 
 

@@ -17,6 +17,7 @@ from inference import serve
 from inference.server import generate_routes, inference_server
 from inference.swarm import sample as sample_lib
 from rl import worker
+from rl.envs.host import group as group_lib
 
 LIE = 0.5  # nats
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the node of kind `argv[0]`; returns its exit code."""
     kind, *options = argv
     if kind == "forge":
-        worker.make_rollouts = functools.partial(_forge, worker.make_rollouts)
+        group_lib.make_rollouts = functools.partial(_forge, group_lib.make_rollouts)
         return worker.main(options)
     if kind == "lie":
         generate_routes.choice = functools.partial(_lie, generate_routes.choice)

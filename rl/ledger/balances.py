@@ -6,7 +6,7 @@ The events of a training run have their rules in rl/ledger/run_rules.py.
 import dataclasses
 
 from rl.ledger import events, run_rules, task_ranges
-from rl.protocol import check_rate
+from rl.protocol import verdict as verdict_lib
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ class State:
         record = self.workers.get(worker)
         if record is None or record.ejected:
             return 0.0
-        return check_rate.reputation(record.num_checked, record.num_invalidated + record.num_slashes)
+        return verdict_lib.reputation(record.num_checked, record.num_invalidated + record.num_slashes)
 
     def refusal(self, event: events.Event, time_ms: int) -> str | None:
         """Returns the rule that an event would break if appended at `time_ms`, or None. Never raises. Does not check the signature."""

@@ -53,8 +53,7 @@ def main() -> None:
             ledger.on_failure = functools.partial(fail, found)
             urls[0] = assembly.serve(found, exp.config, workdir, parts)
             if options.metrics:
-                health = lambda: {"waiting_for": found.waiting_for()}  # noqa: E731
-                parts.enter_context(metrics_routes.serving(options.metrics, health, found.metrics))
+                parts.enter_context(metrics_routes.serving(options.metrics, found.health, found.metrics))
             run = run_directory.signing_key(workdir).worker
             progress.say(f"workers elsewhere: python -m rl.worker --orchestrator {urls[0]} --run {run}")
             return found

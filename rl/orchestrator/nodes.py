@@ -18,7 +18,6 @@ import dataclasses
 import math
 import statistics
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -45,6 +44,8 @@ ROLES = {"server": "an inference server", "worker": "a worker (for held-out task
 class Nodes:
     """The nodes of a run, and the policies of its servers."""
 
+    lock: threading.RLock  # of the run's state; it guards all that is not a field
+    clock: Callable[[], float]  # seconds that never fall
     topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
     max_lag: int  # versions by which the policy of a server may be older than the newest
     validators: Collection[str]  # public keys that may sign in as validators only
@@ -56,15 +57,13 @@ class Nodes:
 
     def __post_init__(self) -> None:
         self.heartbeat_s, self._server_keys = self.topology.heartbeat_s, frozenset(self.topology.server_keys)
-        self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, static_servers.StaticServer] = {}  # by URL
-        is_kept = lambda key: self.is_named(key) or self.is_known(key)  # noqa: E731
-        self._registry = registry_lib.Registry(self.heartbeat_s, is_named=is_kept)
+        self._registry = registry_lib.Registry(self.heartbeat_s, is_named=self.is_kept)
         self.newest: timeline.Policy | None = None  # that servers may load
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
         self._first: tuple[timeline.Policy, float] | None = None  # the newest that any server has, and since when
-        self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
+        self._well_s = dict.fromkeys(ROLES, self.clock())  # when there was one last
         self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
         self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
         self._ticked_s = math.inf  # the last tick of `run`
@@ -79,7 +78,7 @@ class Nodes:
 
     def add(self, url: str, control: str, token: str | None = None, key: str = "") -> None:
         """Adds a server that signs in nowhere, with the fields of `StaticServer`."""
-        with self._lock:
+        with self.lock:
             self._static[url] = static_servers.StaticServer(url, control, token, key)
 
     def invite(self, keys: Iterable[str]) -> None:
@@ -90,14 +89,18 @@ class Nodes:
         """Returns True for a key that the run's config names, and for the URL of a static server."""
         return key in self._server_keys or key in self.validators or key in self._static
 
+    def is_kept(self, key: str) -> bool:
+        """Returns True for a key whose place in the table no stranger may take."""
+        return self.is_named(key) or self.is_known(key)
+
     def may_sign_in(self, key: str, role: str) -> bool:
         """Returns True for a key that may sign in as a server, relay, or validator."""
         return key in self._server_keys or (role == "validator" and key in self.validators)
 
     def announce(self, policy: timeline.Policy) -> None:
         """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
-        with self._lock:
-            self.newest, self._announced_s = policy, time.monotonic()
+        with self.lock:
+            self.newest, self._announced_s = policy, self.clock()
             has_servers = self._has_servers()
         if has_servers:
             self._notify()
@@ -107,12 +110,12 @@ class Nodes:
     @contextlib.contextmanager
     def holding(self, policy: timeline.Policy) -> Iterator[None]:
         """Lets one server load `policy`, or keep it, during the block, for an evaluation; the others load newer ones."""
-        with self._lock:
+        with self.lock:
             self._held[policy] += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self.lock:
                 self._held[policy] -= 1
                 if not self._held[policy]:
                     del self._held[policy]
@@ -121,7 +124,7 @@ class Nodes:
 
     def target(self, key: str) -> timeline.Policy | None:
         """Returns the policy that a server should have: the newest, or an older one that it holds for an evaluation."""
-        with self._lock:
+        with self.lock:
             serving = {node.key: node.report.policy for node in self._serving(is_old_allowed=True)}
             for policy in sorted(self._held):
                 if policy == self.newest or key not in serving:
@@ -137,7 +140,7 @@ class Nodes:
 
     def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
-        with self._lock:
+        with self.lock:
             node = self._registry.beat(key, role, now_s, report)
             if role == "worker" and bool(node and report.url) != (key in self.own_servers):
                 self.own_servers ^= {key}
@@ -156,42 +159,42 @@ class Nodes:
 
         So it loads a policy when that is published. A beat per interval would delay each step of a fast run.
         """
-        end_s = time.monotonic() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
-        while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
+        end_s = self.clock() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
+        while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - self.clock()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, 5 * TICK_S)):
                     await self.announced.wait()
 
     def fault(self, key: str, problem: str) -> None:
         """Records that a call of ours to a node failed."""
-        with self._lock:
-            self._registry.fault(key, time.monotonic(), problem)
+        with self.lock:
+            self._registry.fault(key, self.clock(), problem)
 
     def numerics(self) -> str:
         """Returns data types, device, and version of jax of each server, by its own account, as a line for people. Blocks for some seconds at most."""
-        with self._lock:
+        with self.lock:
             urls = [node.report.url for node in self._serving()][:MAX_ASKED]
         return sign_in.one_line("; ".join(asyncio.run(static_servers.numerics(urls))))
 
     def banned(self, key: str, reason: str) -> None:
         """Records why a key is banned, for people."""
-        with self._lock:
+        with self.lock:
             self._bans[key] = sign_in.one_line(reason)
 
     def seen(self, workers: Iterable[str], now_s: float) -> None:
         """Records that workers ask for work, or wait for it. Raises ValueError for a key of another role."""
-        with self._lock:
+        with self.lock:
             for worker in workers:
                 self._registry.beat(worker, "worker", now_s)
 
     def leave(self, key: str, role: str) -> None:
         """Records that a node ends on purpose. Raises ValueError if the key is another role's."""
-        with self._lock:
+        with self.lock:
             self._registry.leave(key, role)
 
     def stopped_s(self, now_s: float) -> float:
         """Returns for how long this process was stopped until `now_s`; 0 if it was not. Nodes count as heard in that time."""
-        with self._lock:
+        with self.lock:
             stopped_s = now_s - self._ticked_s
             if stopped_s <= STOPPED_S:
                 return 0.0
@@ -204,7 +207,7 @@ class Nodes:
 
     def was_away(self, since_s: float) -> bool:
         """Returns True if too many servers were away at some time from `since_s` on, so that workers could not finish."""
-        with self._lock:
+        with self.lock:
             return self._has_servers() and self._registry.was_away(since_s)
 
     def servers(self, share: float = 1.0) -> list[dict[str, Any]]:
@@ -212,7 +215,7 @@ class Nodes:
 
         The worker gets this `share` of the samples that each server should run, and at least one.
         """
-        with self._lock:
+        with self.lock:
             return [
                 {
                     "url": node.report.url,
@@ -226,7 +229,7 @@ class Nodes:
 
     def max_samples(self) -> float:
         """Returns of how many samples workers should hold leases: those to run now, and the next ones. Infinity: no limit."""
-        with self._lock:
+        with self.lock:
             limits = [self._limit(node) for node in self._serving()]
         return LEASED_PER_RUNNING * sum(limits) if limits and all(limits) else math.inf
 
@@ -236,31 +239,31 @@ class Nodes:
 
     def healthy(self, role: str) -> list[str]:
         """Returns the keys of the healthy nodes of a role."""
-        with self._lock:
+        with self.lock:
             return [node.key for node in self._registry.healthy(role)]
 
     def num_silent_workers(self) -> int:
         """Returns the number of workers that are SUSPECT or DEAD."""
-        with self._lock:
+        with self.lock:
             count = self._registry.count("worker")
         return count[registry_lib.State.SUSPECT] + count[registry_lib.State.DEAD]
 
     def num_signed_in(self) -> int:
         """Returns the number of nodes that are there by their own requests."""
-        with self._lock:
+        with self.lock:
             healthy = map(self._registry.healthy, registry_lib.ROLES)
             return sum(node.key not in self._static for nodes in healthy for node in nodes)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""
-        with self._lock:
+        with self.lock:
             rows = [(self._key(row["key"]), row) for row in self._registry.table()]
             bans = {key: self._bans.get(key, EARLIER) for key, _ in rows if self.is_banned(key)}
         return [row | {"state": "banned", "problem": bans[key]} if key in bans else row for key, row in rows]
 
     def counts(self) -> collections.Counter[str]:
         """Returns the number of nodes by role and state, as "worker_healthy"."""
-        with self._lock:
+        with self.lock:
             found = [(node.role, node.state.value, self._key(node.key)) for node in self._registry.nodes()]
         return collections.Counter(f"{role}_{'banned' if self.is_banned(key) else state}" for role, state, key in found)
 
@@ -269,23 +272,25 @@ class Nodes:
 
         Tokens per second are a mean over the heartbeats since the last call.
         """
-        with self._lock:
+        with self.lock:
             healthy = {role: self._registry.healthy(role) for role in registry_lib.ROLES}
             rates, self._rates = self._rates, collections.defaultdict(_last_rates)
-        mean = lambda node: statistics.fmean(rates.get(node.key) or [node.report.load.tokens_per_s])  # noqa: E731
-        loads = [dataclasses.replace(node.report.load, tokens_per_s=mean(node)) for node in healthy["server"]]
+        loads = []
+        for node in healthy["server"]:
+            tokens_per_s = statistics.fmean(rates.get(node.key) or [node.report.load.tokens_per_s])
+            loads.append(dataclasses.replace(node.report.load, tokens_per_s=tokens_per_s))
         found = {f"machine/servers_{name}": float(sum(getattr(one, name) for one in loads)) for name in SUMS}
         found["machine/servers_kv_used"] = max((float(one.kv_used) for one in loads), default=0.0)
         return found | {f"machine/num_{role}s": float(len(nodes)) for role, nodes in healthy.items()}
 
     def tokens_per_s(self) -> float:
         """Returns the tokens per second that all healthy servers report now."""
-        with self._lock:
+        with self.lock:
             return sum(node.report.load.tokens_per_s for node in self._registry.healthy("server"))
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
-        with self._lock:
+        with self.lock:
             is_without = self._has_servers() and not self._serving()
         return self._line("server") if is_without else ""
 
@@ -294,14 +299,14 @@ class Nodes:
 
         `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
         """
-        self._loop, followed, swept_s = asyncio.get_running_loop(), set(), time.monotonic()
+        self._loop, followed, swept_s = asyncio.get_running_loop(), set(), self.clock()
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for url in [*self._static]:
                     if url not in followed:
                         followed.add(url)
                         tasks.create_task(static_servers.follow(self._static[url], self))
-                now_s = time.monotonic()
+                now_s = self.clock()
                 self._look(now_s)
                 on_tick(now_s)  # first, as this process may have been stopped
                 self._ticked_s = now_s
@@ -312,7 +317,7 @@ class Nodes:
                 await asyncio.sleep(TICK_S)
 
     def _sweep(self, now_s: float) -> None:
-        with self._lock:
+        with self.lock:
             num_workers = self._registry.count("worker")[registry_lib.State.HEALTHY]
             wanted_s = min(num_workers / MAX_BEATS_PER_S, self.topology.lease_s / LEASE_BEATS)
             # It falls slowly: workers keep to the last interval of which they know.
@@ -327,7 +332,7 @@ class Nodes:
 
     def _look(self, now_s: float) -> None:
         """Calls `on_served` if servers have a newer policy than before."""
-        with self._lock:
+        with self.lock:
             served = self._find_served(now_s)
             if served is None or (self._served is not None and served <= self._served):
                 return
@@ -353,11 +358,9 @@ class Nodes:
 
     def _check_patience(self, now_s: float, lacks_worker: Callable[[Iterable[str]], bool]) -> None:
         patience_s = self.topology.patience_s
-        with self._lock:
-            there = self._registry.healthy("worker")
-        # It takes the lock of the queue, and looks at few of them.
-        is_lacking = lacks_worker(node.key for node in there if not self.is_banned(node.key))
-        with self._lock:
+        with self.lock:
+            workers = (node.key for node in self._registry.healthy("worker"))
+            is_lacking = lacks_worker(key for key in workers if not self.is_banned(key))  # looks at few of them
             if self.newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
             if not is_lacking:

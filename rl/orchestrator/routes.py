@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Collection
 from concurrent.futures import Future
 
@@ -22,10 +21,9 @@ from fastapi import responses
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
-from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import nodes as nodes_lib
-from rl.orchestrator import submissions, worker_health
-from rl.orchestrator.gate import lease_waiters, request_rate
+from rl.orchestrator import submissions
+from rl.orchestrator.gate import gate as gate_lib
+from rl.orchestrator.gate import lease_waiters
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry
 from sharding.system import signed_message
@@ -37,13 +35,17 @@ MAX_POLLS_PER_S = 20.0  # of all workers without work: each costs 2 ms
 NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
 
-def make_app(
-    orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.Admission, health: worker_health.WorkerHealth
-) -> fastapi.FastAPI:
+def make_app(orchestrator, key: rollout_lib.WorkerKey) -> fastapi.FastAPI:
     """Returns the web app that serves an `Orchestrator` in a new session. Its replies are signed by the run's `key`."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     session = lease_lib.Session.open(key.worker)
-    gate = _Gate(session, admission, health, orchestrator.nodes)
+    gate = gate_lib.Gate(
+        session=session,
+        admission=orchestrator.admission,
+        is_invited=orchestrator.is_invited,
+        is_known=orchestrator.nodes.is_kept,
+        may_sign_in=orchestrator.nodes.may_sign_in,
+    )
     waiters = lease_waiters.LeaseWaiters(orchestrator.leases.has_work)
 
     @contextlib.asynccontextmanager
@@ -88,15 +90,14 @@ def make_app(
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
             gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect
             try:
-                groups = await waiters.wait(
-                    worker, attempt, wait_s, network, is_known=health.is_known(worker), gone=gone
-                )
+                is_known = orchestrator.is_known(worker)
+                groups = await waiters.wait(worker, attempt, wait_s, network, is_known=is_known, gone=gone)
             finally:
                 gone.cancel()
         if orchestrator.is_ended:
             orchestrator.nodes.leave(worker, "worker")
         # Signed over the request, so that no third party can send a worker to other tasks.
-        reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
+        reply = {"groups": [group.to_json() for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
         reply |= _news(orchestrator, worker if groups else None)
@@ -191,49 +192,6 @@ def _news(orchestrator, worker: str | None) -> dict:
     newest = orchestrator.nodes.newest
     news = {"policy": newest.to_json() if newest else None, "ended": orchestrator.is_ended}
     return news | ({"servers": orchestrator.leases.servers(worker)} if worker else {})
-
-
-class _Gate:
-    """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
-
-    def __init__(
-        self, session: lease_lib.Session, admission, health: worker_health.WorkerHealth, nodes: nodes_lib.Nodes
-    ):
-        def admit(key: str, message: dict) -> None:
-            if key == session.run:
-                return  # the operator
-            if message.get("role", "worker") == "worker":
-                admission.admit(key, message)
-            elif not nodes.may_sign_in(key, message["role"]):
-                found = f"{message['role']} {key[:16]} is not in topology.server_keys"
-                raise ValueError(f"{found}; ask the operator of the run to add it")
-
-        self._rate, self._known_rate = request_rate.RequestRate(), request_rate.RequestRate()
-        self._health, self._nodes = health, nodes
-        self._verifier = lease_lib.RequestVerifier(session, admit=admit, is_known=self._is_known)
-
-    def _is_known(self, key: str) -> bool:
-        return self._health.is_known(key) or self._nodes.is_named(key)
-
-    def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
-        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
-
-        It counts as `count` small ones.
-        """
-        network = web.client_network(request)
-        if not self._rate.take(network, time.monotonic(), count):
-            message = f"your network sent more than {request_rate.RATE:.0f} requests per second; send fewer"
-            raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
-        return network
-
-    def verify(self, message: dict, kind: str, network: str, count: float = 1.0) -> str:
-        """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
-        worker = self._verifier.verify(message, kind)
-        is_invited = not self._health.is_stranger(worker)
-        # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
-        if is_invited or (self._is_known(worker) and self._known_rate.take(worker, time.monotonic(), count)):
-            self._rate.give_back(network, count)
-        return worker
 
 
 def _num_bytes(request: fastapi.Request, most: int) -> int:

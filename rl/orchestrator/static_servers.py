@@ -12,7 +12,7 @@ import httpx
 
 from inference import client as client_lib
 from rl.protocol import registry
-from sharding.system import bounded_reply, sign_in
+from sharding.system import bounded_reply, retries, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HEALTH_S = 10.0  # for the reply to a request for health
@@ -32,17 +32,18 @@ class StaticServer:
 async def follow(server: StaticServer, nodes) -> None:
     """Beats for a static server in `nodes` (rl/orchestrator/nodes.py), and updates its weights, until it is cancelled."""
     report = registry.Report(url=server.url)
-    nodes.beat(server.url, "server", report, time.monotonic())
-    update, requested, pause_s, retry_s = None, None, FIRST_PAUSE_S, 0.0
+    nodes.beat(server.url, "server", report, nodes.clock())
+    update, requested, pause, retry_s = None, None, retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
     async with httpx.AsyncClient(timeout=HEALTH_S) as http:
         while True:
             if update and update.done():
                 report = dataclasses.replace(report, problem=_problem(update))
-                retry_s, update = time.monotonic() + pause_s, None
-                pause_s = min(pause_s * 2, MAX_PAUSE_S) if report.problem else FIRST_PAUSE_S
+                if not report.problem:
+                    pause.reset()
+                retry_s, update = time.monotonic() + pause.next_s(), None
             try:
                 report = await _poll(http, server.url, report.problem)
-                nodes.beat(server.url, "server", report, time.monotonic())
+                nodes.beat(server.url, "server", report, nodes.clock())
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
                 nodes.fault(server.url, f"no health: {str(error) or type(error).__name__}")
             announced, newest = nodes.announced, nodes.target(server.url)
@@ -89,10 +90,7 @@ async def _poll(http: httpx.AsyncClient, url: str, problem: str) -> registry.Rep
         raise ValueError(client_lib.error_message(response))
     body = response.json()
     try:
-        policy = {"epoch": body.get("policy_epoch", 0), "digest": body.get("policy_digest", "")}
-        policy["version"] = body["policy_version"]
-        running, pending = body["running"], body["pending"]  # of servers of earlier releases
-        load = body.get("load", {"running": running, "waiting": max(pending - running, 0)})
-        return registry.Report.from_json({"url": url, "policy": policy, "load": load, "problem": problem})
+        policy = {name: body[f"policy_{name}"] for name in ("epoch", "version", "digest")}
+        return registry.Report.from_json({"url": url, "policy": policy, "load": body["load"], "problem": problem})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"GET {url}/health returned {str(body)[:100]}, which is not that of a server") from error

@@ -9,7 +9,7 @@
 3. A group is late (`is_late`), and a second worker may get it, if its lease is older than a multiple of the mean time that groups
    take, or if its holder has far more than its share: it asked when no other worker did.
 
-Pure: the caller provides the lock and the time, and names only workers with a record or an invitation, so that keys cost no memory.
+Pure: the caller provides the time, and names only workers with a record or an invitation, so that keys cost no memory.
 Left out: the number of groups that a worker runs at the same time. The measured speed contains it.
 """
 

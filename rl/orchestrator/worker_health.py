@@ -12,7 +12,7 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
    workers get them; in a run that invited none, newcomers get none while a worker with a record is active.
 4. An expired lease halves the number of groups that an invited worker may lease; an accepted group doubles it again. No worker gets
    a group that it lost again while another worker is active.
-5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed (rl/protocol/check_rate.py). A
+5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed (rl/protocol/verdict.py). A
    worker that forges at rate q is caught after (1 - q) / q forged groups on average, and q is at least HALF_AT / (n + HALF_AT): so it
    gets one forged group past us per HALF_AT groups that it did honestly and we verified, and a new key none. The last is also why
    many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
@@ -21,8 +21,8 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
 7. Registered inference servers, which answer for the samples that they sign, have such marks of their own: as invited keys that take no
    leases, and whose groups are those in which they signed all samples (rl/verification/responsibility.py).
 
-Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the lock, the time,
-and which leases still hold. Memory grows with accepted and rejected groups, not with keys.
+Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the time and
+which leases still hold. Memory grows with accepted and rejected groups, not with keys.
 """
 
 import collections
@@ -32,7 +32,8 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from rl.protocol import check_rate, lease
+from rl.protocol import lease
+from rl.protocol import verdict as verdict_lib
 
 MOST_HALVINGS = 12
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of a group that came back again
@@ -43,7 +44,7 @@ _Times = collections.OrderedDict[str, float]
 
 @dataclasses.dataclass
 class _Worker:
-    """The marks of one worker. Checkpoints have the names and, in earlier versions, only the values in this order."""
+    """The marks of one worker."""
 
     num_rejected: int = 0
     is_suspect: bool = False
@@ -84,7 +85,7 @@ class WorkerHealth:
     ):
         self.max_rejections, self._lease_s = max_rejections, lease_s
         self.rates = {"min_rate": min_rate, "invited_rate": invited_rate}
-        self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
+        self._min_rate, self._given = min_rate, verdict_lib.HALF_AT * (1 / invited_rate - 1)
         self.invited = frozenset(invited)  # public keys in hex
         self._is_measuring, self._is_stranger_waiting = is_measuring, False
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
@@ -119,9 +120,9 @@ class WorkerHealth:
         return {"workers": marks, "expired_with": [[*key, worker] for key, (worker, _) in self._lost.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields, or without names."""
+        """Sets the marks of workers to those that `state` returned earlier."""
         for name, marks in copy.deepcopy(state["workers"]).items():
-            self._workers[name] = _Worker(**marks) if isinstance(marks, dict) else _Worker(*marks)
+            self._workers[name] = _Worker(**marks)
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(
@@ -229,7 +230,7 @@ class WorkerHealth:
         if one.is_suspect or self.is_banned(worker) or is_needed:
             return 1.0
         record = one.num_verified + (self._given if worker in self.invited else 0)
-        return check_rate.rate(check_rate.reputation(record), self._min_rate)
+        return verdict_lib.check_rate(verdict_lib.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
         """Records that a group of this worker passed a replay. One of a stranger under limits that are still measured earns no trust."""
@@ -279,8 +280,7 @@ class WorkerHealth:
 
     def groups(self, most: int) -> dict[str, dict[str, int]]:
         """Returns the groups that passed a replay and those rejected, by worker: of the `most` workers with the greatest numbers."""
-        number = lambda one: one[1].num_verified + one[1].num_rejected  # noqa: E731
-        found = heapq.nlargest(most, self._workers.items(), key=number)
+        found = heapq.nlargest(most, self._workers.items(), key=lambda one: one[1].num_verified + one[1].num_rejected)
         verified = {name[:16]: one.num_verified for name, one in found}
         return {"verified_groups": verified, "rejected_groups": {name[:16]: one.num_rejected for name, one in found}}
 

@@ -36,6 +36,49 @@ HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a
 Key = tuple[str, int, int]  # names a group in a run: split, step, group number
 
 
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """A group as leased to a worker: `num_samples` completions of one prompt. Rollouts are checked against these fields."""
+
+    step: int  # the batch; for held-out groups the policy version under evaluation
+    group: int
+    split: str  # "train" | "held_out"
+    index: int  # of the task in its split
+    seed: int  # of the noise of sample 0
+    num_samples: int
+    temperature: float
+    min_version: int  # the oldest policy version that may generate
+    version: int = -1  # the only one that may, pinned by the lease; -1: any from min_version on
+    epoch: int = -1  # of every version that may, pinned by the lease; -1: any
+    env: str = ""  # the name of its environment in `config.envs`; "": the run has only one
+
+    @property
+    def key(self) -> Key:
+        """The tuple (split, step, group number) that identifies this group in a run."""
+        return self.split, self.step, self.group
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the lease as a JSON object, for `from_json`."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, body: Any) -> "Lease":
+        """Returns the lease in a JSON object from an orchestrator. Raises ValueError if a field is missing or of another type."""
+        read = {}
+        for field in dataclasses.fields(cls):
+            value = body.get(field.name) if isinstance(body, dict) else None
+            if type(value) is not field.type and not (field.type is float and type(value) is int):
+                raise unreadable("lease", field.name, value)
+            read[field.name] = value
+        return cls(**read)
+
+
+def unreadable(request: str, name: str, value: object) -> ValueError:
+    """Returns the error about a field that the reply to a request lacks, or has in another form than this release sends."""
+    found = f"the reply of the orchestrator to a {request} request has {name} = {value!r:.80}"
+    return ValueError(f"{found}, which this worker cannot read; use the release of the orchestrator")
+
+
 class Replayed(ValueError):
     """Raised for a request that is not newer than an earlier one of its signer: a copy, or one that another has overtaken."""
 
@@ -184,7 +227,7 @@ def _is_key(value: Any) -> bool:
 
 
 _is_index = _is_int(0, 2**63 - 1)
-OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest", "problem"}  # absent in requests of earlier releases
+OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest", "problem"}
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {

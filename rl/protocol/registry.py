@@ -80,7 +80,7 @@ class Report:
         """Returns the report in a JSON object (`dataclasses.asdict` writes it) of any origin. Raises ValueError for any other value."""
         timeline.check_fields(body, cls, "report")
         load = body["load"]
-        if isinstance(load, dict):  # of an earlier release, it lacks some
+        if isinstance(load, dict):  # it may lack those that are 0
             load = dataclasses.asdict(Load()) | load
         timeline.check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]

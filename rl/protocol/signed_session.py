@@ -16,15 +16,12 @@ import httpx
 from inference import client as client_lib
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
-from sharding.system import bounded_reply, cli, sign_in, signed_message
+from sharding.system import bounded_reply, cli, retries, sign_in, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH = 0.5, 20.0, 1.5  # between attempts; each is up to half as long again
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
 NUMBER = (int, float)
-# The fields of a leased group, with their types.
-GROUP = dict.fromkeys(("step", "group", "index", "seed", "num_samples", "min_version", "version"), int)
-GROUP |= {"split": str, "temperature": NUMBER}
 CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's description that change while it is on
 
 
@@ -47,7 +44,8 @@ class Connection:
         `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
         request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
         """
-        begun, is_noticed, pause_s = time.monotonic(), False, FIRST_PAUSE_S
+        begun, is_noticed = time.monotonic(), False
+        pause = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH)  # so an outage costs at most as long again
         while True:
             try:
                 body = make_body()
@@ -75,8 +73,7 @@ class Connection:
                     limit = f"for up to {self._give_up_s:g} s: check the URL, and that the run is on"
                     cli.note(f"waiting for {self.problem}; {limit}")
                 least_s = min(_retry_after_s(error), self._give_up_s)
-                await asyncio.sleep(max(pause_s, least_s) * random.uniform(1.0, 1.5))
-                pause_s = min(GROWTH * pause_s, MAX_PAUSE_S)  # so an outage costs at most as long again
+                await asyncio.sleep(max(pause.next_s(), least_s) * random.uniform(1.0, 1.5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +91,7 @@ class SignedSession:
     env_digest: str = ""  # of this worker's environment, if the run has named one
 
     async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **optional) -> dict:
-        """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`.
+        """Returns the reply with the leased `groups` (`lease.Lease`), after up to `wait_s` if there are none. Raises the errors of `exchange`.
 
         With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive. `problem` is the
         reason for `returned`.
@@ -103,8 +100,7 @@ class SignedSession:
         fields |= {"env_digest": self.env_digest} if self.env_digest else {}
         reply = await self._ask("/lease", **fields, **optional)
         _check_form("lease", [reply], groups=list)
-        _check_form("lease", reply["groups"], **GROUP)
-        return reply
+        return reply | {"groups": [lease.Lease.from_json(one) for one in reply["groups"]]}
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
         """Returns the reply to a heartbeat, which renews the leases of the groups in `holding`. Raises the errors of `exchange`."""
@@ -156,8 +152,7 @@ def _check_form(kind: str, found: Any, **fields: Any) -> None:
         for name, form in fields.items():
             value = one.get(name) if isinstance(one, dict) else None
             if not isinstance(value, form):
-                problem = f"the reply of the orchestrator to a {kind} request has {name} = {value!r:.80}"
-                raise ValueError(f"{problem}, which this worker cannot read; use the release of the orchestrator")
+                raise lease.unreadable(kind, name, value)
 
 
 def _reason(error: httpx.HTTPError) -> str:

@@ -29,29 +29,7 @@ Draws = Callable[[int], Sequence[tuple[str, int]]]  # step -> (environment, task
 ANY = -1  # the index of a group whose task only the results of earlier batches fix
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """A group as leased to a worker: `num_samples` completions of one prompt. Rollouts are checked against these fields."""
-
-    step: int  # the batch; for held-out groups the policy version under evaluation
-    group: int
-    split: str  # "train" | "held_out"
-    index: int  # of the task in its split
-    seed: int  # of the noise of sample 0
-    num_samples: int
-    temperature: float
-    min_version: int  # the oldest policy version that may generate
-    version: int = -1  # the only one that may, pinned by the lease; -1: any from min_version on
-    epoch: int = -1  # of every version that may, pinned by the lease; -1: any
-    env: str = ""  # the name of its environment in `config.envs`; "": the run has only one
-
-    @property
-    def key(self) -> lease.Key:
-        """The tuple (split, step, group number) that identifies this group in a run."""
-        return self.split, self.step, self.group
-
-
-def train_groups(config, step: int, draws: Draws | None = None) -> list[Group]:
+def train_groups(config, step: int, draws: Draws | None = None) -> list[lease.Lease]:
     """Returns the groups (one per prompt) of training batch `step` (1-based) of a run with this resolved config.
 
     `draws` returns (environment, task index) of each group of a step with `rl.curriculum`. Without it, tasks are those of a run that has none.
@@ -62,7 +40,7 @@ def train_groups(config, step: int, draws: Draws | None = None) -> list[Group]:
     envs, tasks = env_mix.entries(config), draws(step) if draws else _tasks(config, places)
     seeds = [noise_seed.sampling_seed(config.seed, "train", step, group) for group in groups]
     return [
-        Group(step, group, "train", index, seed, one.samples_per_prompt, one.temperature, oldest, env=one.key)
+        lease.Lease(step, group, "train", index, seed, one.samples_per_prompt, one.temperature, oldest, env=one.key)
         for group, seed, (env, index) in zip(groups, seeds, tasks, strict=True)
         for one in [envs[env]]
     ]
@@ -86,7 +64,7 @@ def group_steps(config) -> range:
     return range(1, NUM_TASKS // curriculum.groups_per_step(config.rl) + 1)
 
 
-def numbered_groups(config, numbers: Iterable[int], version: int, draws: Draws | None = None) -> list[Group]:
+def numbered_groups(config, numbers: Iterable[int], version: int, draws: Draws | None = None) -> list[lease.Lease]:
     """Returns the groups with these numbers, opened when servers had policy `version`, the oldest for them unless `is_fixed`."""
     count, groups = curriculum.groups_per_step(config.rl), []
     for step, same in itertools.groupby(numbers, lambda number: number // count + 1):
@@ -124,10 +102,10 @@ def evaluation_sets(config) -> list[EvaluationSet]:
     return sets
 
 
-def held_out_groups(config, version: int, name: str | None = None) -> list[Group]:
+def held_out_groups(config, version: int, name: str | None = None) -> list[lease.Lease]:
     """Returns the groups of the evaluation set `name` (None: of all) for a policy: the same tasks and seeds at every evaluation."""
     return [
-        Group(version, number, "held_out", index, seed, one.samples_per_task, one.temperature, version, env=env)
+        lease.Lease(version, number, "held_out", index, seed, one.samples_per_task, one.temperature, version, env=env)
         for one in evaluation_sets(config)
         if name in (None, one.name)
         for number in range(one.first, one.first + one.num_tasks)

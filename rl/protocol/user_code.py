@@ -53,8 +53,9 @@ def find(path: str, folders: Folders = None) -> pathlib.Path:
     parts = [wanted] if folders is None else [wanted, pathlib.Path(wanted.name)]
     for part in parts:
         places = {(folder / part).resolve() for folder in inside}
-        is_inside = lambda place: folders is None or any(place.is_relative_to(folder) for folder in inside)  # noqa: E731
-        if found := [place for place in places if place.exists() and is_inside(place)]:
+        if folders is not None:
+            places = {place for place in places if any(place.is_relative_to(folder) for folder in inside)}
+        if found := [place for place in places if place.exists()]:
             return _only(wanted, found)
     raise ValueError(f"{path!r} does not exist{_where(folders)}")
 
@@ -185,9 +186,9 @@ def _module_file(module: str, folders: Folders) -> pathlib.Path:
 
 def _only(wanted: pathlib.Path, found: Collection[pathlib.Path]) -> pathlib.Path:
     """Returns the path whose last parts agree most with those of `wanted`. Raises ValueError if several do."""
-    agreeing = lambda path: len(os.path.commonprefix([path.parts[::-1], wanted.parts[::-1]]))  # noqa: E731
-    most = max(map(agreeing, found))
-    first, *others = sorted(path for path in found if agreeing(path) == most)
+    agreeing = {path: len(os.path.commonprefix([path.parts[::-1], wanted.parts[::-1]])) for path in found}
+    most = max(agreeing.values())
+    first, *others = sorted(path for path, num in agreeing.items() if num == most)
     if others:
         raise ValueError(f"{str(wanted)!r} may be {first} or {others[0]} (--code); leave out the folder with the other")
     return first

@@ -2,10 +2,14 @@
 
 1. A group is named by run, split, step, and number; its content by `group_digest`, since a group may be generated several times.
 2. A validator signs its verdict with its own ed25519 key (`SignedVerdict.sign`); everyone checks it with `SignedVerdict.check`.
+3. A group of a worker of reputation r needs one at the rate max(min_rate, 1 - r). The draw of a group depends on a secret that workers do
+   not have, and on the group alone: neither the choice of files nor another attempt changes it. It is the same for an orchestrator, a
+   validator, and an auditor.
 """
 
 import dataclasses
 import hashlib
+import hmac
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -15,6 +19,8 @@ from inference.rollouts import rollout as rollout_lib
 from sharding.system import signed_message
 
 MAX_DETAIL = 500  # characters
+HALF_AT = 32  # groups that passed a replay, without a fault, bring a reputation from 0 to 1/2
+FAULT = 2 * HALF_AT  # how many of these one fault outweighs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +80,19 @@ def group_digest(rollouts: Sequence[rollout_lib.Rollout], digests: Iterable[byte
     known = zip(rollouts, digests or map(rollout_lib.digest, rollouts), strict=True)
     ordered = sorted(known, key=lambda one: one[0].number)
     return hashlib.sha256(b"intellax/group/1" + b"".join(digest for _, digest in ordered)).hexdigest()
+
+
+def reputation(num_passed: float, num_faults: int = 0) -> float:
+    """Returns the reputation in [0, 1) of a worker after this many replays that it passed and faults."""
+    return num_passed / (num_passed + HALF_AT + FAULT * num_faults)
+
+
+def check_rate(reputation: float, min_rate: float) -> float:
+    """Returns the probability with which a group of a worker of this reputation is replayed."""
+    return max(min_rate, 1 - reputation)
+
+
+def draw(secret: bytes, group: str) -> float:
+    """Returns the number in [0, 1) of a group's name: a rate above it means that the group is replayed."""
+    digest = hmac.digest(secret, group.encode(), "sha256")
+    return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # all bits of a float: it never rounds to 1

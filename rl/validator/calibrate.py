@@ -30,12 +30,13 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
 from models import lora, transformer
-from rl import envs, worker
+from rl import envs
 from rl.algorithms import advantages
+from rl.envs.host import group as group_lib
 from rl.envs.scoring import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.protocol import env_mix, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.verification import measurement, run_bands, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, bucket
@@ -60,7 +61,7 @@ def roll_out(
     exp: experiment_lib.Experiment,
     params: transformer.Params,
     version: int,
-    groups: Sequence[task_schedule.Group],
+    groups: Sequence[lease.Lease],
     key: rollout_lib.WorkerKey,
     *,
     change: Callable = lambda request: request,
@@ -81,7 +82,7 @@ def roll_out(
         scores = scorer.Scorer(config.env.name, options, config.seed, **own)
     scheduler = scheduler_lib.Scheduler(engine, params, version, max_queue=10**6)
     with contextlib.closing(scores) if scores else contextlib.nullcontext(), contextlib.closing(scheduler):
-        run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
+        run = group_lib.Run(env, scores, config.seed, exp.tokenizer, [], {})
         waiting = []
         for group in groups:
             task = env.make_task(group.index, group.split)
@@ -109,7 +110,7 @@ def roll_out(
                 )
                 for c, e in zip(completions, experts, strict=True)
             ]
-            made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
+            made = group_lib.make_rollouts(run, group, task, prompt, samples)
             out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out
 
@@ -214,14 +215,14 @@ def variant_rollouts(
         mesh = mesh_lib.create(axes, devices=jax.devices()[:num_devices])
         adapters = exp.lora if lora.detach(params)[1] else None
         params = weights_lib.Store(exp.model, mesh, lora=adapters).load(lora.published(params))
-    groups: list[task_schedule.Group] = []
+    groups: list[lease.Lease] = []
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)
         step += 1
     model = dataclasses.replace(exp.model, **variant.get("model", {}))
     engine = dataclasses.replace(exp.engine, **variant.get("engine", {}))
     changed = dataclasses.replace(exp, model=model, engine=engine)
-    by_env: dict[str, list[task_schedule.Group]] = {}
+    by_env: dict[str, list[lease.Lease]] = {}
     for group in groups:
         by_env.setdefault(group.env, []).append(group)
     out = []

@@ -6,7 +6,7 @@
    file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
    reply is the current status, as for `GET /status/<file>` and `/statusgroup/<file>`; repeating a request changes nothing.
 2. A few threads, which workers share fairly, run all checks that need no weights. One thread decides. It replays every rollout whose
-   group is complete, but with a ledger only the groups that are drawn by their worker's reputation (rl/protocol/check_rate.py).
+   group is complete, but with a ledger only the groups that are drawn by their worker's reputation (rl/protocol/verdict.py).
 3. The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
    validator's own fault, missing weights included: submit the file again), or unknown.
 4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back
@@ -37,7 +37,7 @@ from inference.server import fair_pool
 from rl.ledger import balances, task_ranges
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
-from rl.protocol import check_rate
+from rl.protocol import verdict as verdict_lib
 from rl.validator import rollout_files
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
@@ -339,8 +339,8 @@ class Service:
         """Returns True if a rollout's group is to be replayed: drawn by its worker's reputation, with a secret that workers do not have."""
         if self._ledger is None:
             return True
-        rate = check_rate.rate(self._ledger.refresh().reputation(rollout.worker), self._min_rate)
-        return check_rate.draw(self._secret, f"{rollout.step}/{rollout.task.group}") < rate
+        rate = verdict_lib.check_rate(self._ledger.refresh().reputation(rollout.worker), self._min_rate)
+        return verdict_lib.draw(self._secret, f"{rollout.step}/{rollout.task.group}") < rate
 
     def _settle(self, shas: Sequence[str], files: list[Status]) -> None:
         """Writes decisions on pending work to the ledger: a verdict per file, and at most one penalty per worker.

@@ -22,7 +22,7 @@ from inference.engine import sampler
 from inference.proofs import toploc
 from inference.rollouts import attestation, kept_sets
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import continuations, noise_seed, task_schedule
+from rl.protocol import continuations, lease, noise_seed, task_schedule
 from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
 
@@ -210,7 +210,7 @@ def is_excluded(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> bool:
     return low < group.min_version or _pins_others(group, low, high)
 
 
-def _pins_others(group: task_schedule.Group, low: int, high: int) -> bool:
+def _pins_others(group: lease.Lease, low: int, high: int) -> bool:
     return group.version >= 0 and not low == high == group.version
 
 
@@ -532,7 +532,7 @@ def _call_limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Sequen
     return [rules.max_tokens] * len(rollout.spans) if rollout.call_limits is None else rollout.call_limits.tolist()
 
 
-def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:
+def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> lease.Lease | None:
     """Returns the scheduled group that a rollout claims to belong to, or None if its step has no such group."""
     groups = rules.groups(rollout.step)
     at = rollout.task.group - groups[0].group if groups else -1
@@ -542,7 +542,7 @@ def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_sc
     return group
 
 
-def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group:
+def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> lease.Lease:
     """Returns the scheduled group of a rollout that passed the check `task`."""
     group = _prescribed(rollout, rules)
     assert group is not None

@@ -15,7 +15,7 @@ from rl.envs.host import host as host_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.recording import tape as tape_lib
 from rl.envs.scoring import scorer
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.verification import rules as rules_lib
 
 HOLD_S = 0.5  # of an answer, in which a process on a busy machine makes its next request
@@ -46,7 +46,7 @@ class Episodes:
         self._loop.close()
 
     def replay(
-        self, group: task_schedule.Group, episodes: Sequence[Sequence[rollout_lib.Rollout]]
+        self, group: lease.Lease, episodes: Sequence[Sequence[rollout_lib.Rollout]]
     ) -> list[rules_lib.Recomputed]:
         """Returns the scores of each episode, or its difference from the environment's. Blocks. Raises ValueError if the environment is broken."""
 
@@ -55,9 +55,7 @@ class Episodes:
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
 
-    async def _replay(
-        self, group: task_schedule.Group, rollouts: Sequence[rollout_lib.Rollout]
-    ) -> rules_lib.Recomputed:
+    async def _replay(self, group: lease.Lease, rollouts: Sequence[rollout_lib.Rollout]) -> rules_lib.Recomputed:
         found = await self._attempt(group, rollouts, 0.0)
         if found.mismatch and isinstance(self._host, foreign_host.ForeignHost):
             # Only the times of its requests show whether it makes calls at the same time, which may begin in another order here.
@@ -65,7 +63,7 @@ class Episodes:
         return found
 
     async def _attempt(
-        self, group: task_schedule.Group, rollouts: Sequence[rollout_lib.Rollout], hold_s: float
+        self, group: lease.Lease, rollouts: Sequence[rollout_lib.Rollout], hold_s: float
     ) -> rules_lib.Recomputed:
         first = rollouts[0]
         try:

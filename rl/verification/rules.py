@@ -10,7 +10,7 @@ from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from rl.batch import router_replay
-from rl.protocol import env_mix, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.verification import sequential_test
 
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
@@ -57,7 +57,7 @@ class Rules:
     vocab_size: int
     max_model_len: int
     max_tokens: int
-    groups: Callable[[int], Sequence[task_schedule.Group]]  # step -> its groups; empty for a step that the run lacks
+    groups: Callable[[int], Sequence[lease.Lease]]  # step -> its groups; empty for a step that the run lacks
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
@@ -72,14 +72,14 @@ class Rules:
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
     min_stop_probability: float = 0.0
-    held_out: Callable[[int], Sequence[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
-    prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # the environment's prompt; None: not checked
-    score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
+    held_out: Callable[[int], Sequence[lease.Lease]] | None = None  # version -> the groups of its evaluation
+    prompt: Callable[[lease.Lease], Sequence[int]] | None = None  # the environment's prompt; None: not checked
+    score: Callable[[lease.Lease, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
     # Plays the episodes of a group again, in environments with episodes of several calls; instead of `prompt` and `score`.
-    replay: Callable[[task_schedule.Group, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
+    replay: Callable[[lease.Lease, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
     vine: Mapping[str, Any] | None = None  # options of the continuations that training groups must have; None: none
-    envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Group.env`, if a run has several
+    envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Lease.env`, if a run has several
 
     @property
     def each(self) -> "tuple[Rules, ...]":
@@ -126,17 +126,17 @@ class Rules:
             envs=envs,
         )
 
-    def of_group(self, group: task_schedule.Group) -> "Rules":
+    def of_group(self, group: lease.Lease) -> "Rules":
         """Returns the rules for the environment of a group."""
         own = self.envs.get(group.env)
         return dataclasses.replace(self, **{name: getattr(own, name) for name in OF_ENV}) if own else self
 
-    def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
+    def at_lease(self, group: lease.Lease, newest: int) -> "Rules":
         """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
         return dataclasses.replace(self.of_group(group), groups=lambda step: [group], newest=newest)
 
 
-def _groups(config, step: int) -> list[task_schedule.Group]:
+def _groups(config, step: int) -> list[lease.Lease]:
     """Returns the groups of a training step. With a curriculum, their tasks are ANY: the orchestrator and an audit know the draws."""
     groups = task_schedule.train_groups(config, step)
     return [dataclasses.replace(one, index=task_schedule.ANY) for one in groups] if config.rl.curriculum else groups

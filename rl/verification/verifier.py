@@ -27,7 +27,7 @@ from rl.envs.foreign import host as foreign_host
 from rl.envs.interface import environment
 from rl.envs.recording import session
 from rl.envs.scoring import scorer
-from rl.protocol import env_mix, task_schedule
+from rl.protocol import env_mix, lease, task_schedule
 from rl.verification import checks, episodes, evidence_log, run_bands, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
@@ -290,7 +290,7 @@ def rules_of(
 
     task = environment.prompts(env, tokenizer)
 
-    def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
+    def score(group: lease.Lease, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
         made, prompt = task(group.index, group.split)
         texts = [tokenizer.scored_text(prompt, completion) for completion in completions]
         return recomputed(scores.score(made, texts))

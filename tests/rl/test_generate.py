@@ -19,6 +19,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl import envs, generate, worker
 from rl.algorithms import losses
 from rl.data import sources
+from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer
 from rl.experiment import experiment
@@ -147,16 +148,16 @@ def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch
             return [scorer.Scored({"reward": 0.0}, 9.0, in_time=len(calls) == 2 or one != "b") for one in completions]
 
     async def roll_out(client, run, key, group):
-        run.scorer.score(dataclasses.replace(TASK, index=group["index"]), ["a", "b"])
+        run.scorer.score(dataclasses.replace(TASK, index=group.index), ["a", "b"])
         await asyncio.sleep(0.05)  # the other group is scored meanwhile
-        return rollout_lib.sign_all(groups.answers(task_schedule.Group(**group)), key)
+        return rollout_lib.sign_all(groups.answers(group), key)
 
     async def policy(servers, give_up_s):
         return 0, 0
 
     monkeypatch.setattr(generate, "_policy", policy)
     monkeypatch.setattr(worker, "read_runs", lambda *args: read_runs(*args) and {"": Run(Slow())})
-    monkeypatch.setattr(worker, "roll_out", roll_out)
+    monkeypatch.setattr(group_lib, "roll_out", roll_out)
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1-late.json").write_text("[0]")
     found = asyncio.run(generate.generate(exp, tmp_path, ["http://127.0.0.1:9"], 2, metrics.Progress()))

@@ -70,7 +70,7 @@ class Workers(threading.Thread):
     def __init__(self, exp):
         super().__init__(daemon=True)
         self._forger, self.orchestrator = forger_lib.Forger(exp, formed=True), ""
-        self._policy, self._is_stopped = {"policy_version": 0}, False
+        self._policy, self._is_stopped = {"policy_epoch": 0, "policy_version": 0, "policy_digest": ""}, False
         self.invited, self.taken = rollout_lib.WorkerKey.generate(), []
         self.app = fastapi.FastAPI()
 
@@ -81,7 +81,7 @@ class Workers(threading.Thread):
 
         @self.app.get("/health")
         async def health():
-            return self._policy | {"running": 0, "pending": 0}
+            return self._policy | {"load": {"running": 0, "waiting": 0}}
 
     def run(self):
         stranger, num_idle = rollout_lib.WorkerKey.generate(), 0

@@ -45,8 +45,7 @@ TOKENIZER = tokenizer_lib.byte_chatml()
 OPTIONS = {"min_length": 3, "max_length": 6, "reward": "exact"}
 ENV = envs.load("reverse_text", seed=4, **OPTIONS)
 WAIT_S = 60
-GROUP = dict(step=3, group=7, split="train", index=12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1)
-GROUP["version"] = -1
+GROUP = lease.Lease(3, 7, "train", 12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1).to_json()
 RUN, OTHER_RUN = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
 
@@ -101,7 +100,7 @@ class Played:
 
         @app.get("/health")
         async def health():
-            return {"policy_version": 0, "running": 0, "pending": 0}
+            return {"policy_version": 0, "policy_epoch": 0, "policy_digest": "", "load": {"running": 0, "waiting": 0}}
 
         @app.post("/submit")
         async def submit(request: fastapi.Request):
@@ -273,8 +272,8 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         return made[-1].serve()
 
     def num_accepted():
-        with made[-1]._changed:
-            return made[-1]._counts["accepted"]
+        with made[-1].locked as state:
+            return state.counts["accepted"]
 
     def done():
         if len(made) == 1 and num_accepted() >= 2:

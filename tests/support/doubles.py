@@ -20,7 +20,7 @@ from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
 from rl.experiment import experiment as experiment_lib
-from rl.protocol import task_schedule
+from rl.protocol import lease, task_schedule
 from rl.validator import calibrate
 from rl.verification import evidence_log, measurement, verifier
 from rl.verification import rules as rules_lib
@@ -96,7 +96,7 @@ class Double:
         return experiment(self.dtype, self.prompts, self.mixture)
 
     @property
-    def groups(self) -> list[task_schedule.Group]:
+    def groups(self) -> list[lease.Lease]:
         return task_schedule.train_groups(self.experiment.config, self.step)
 
     @property

@@ -70,6 +70,5 @@ class Process:
         return sorted({rollout.task.group for rollout in rollouts})
 
     def end(self):
-        self.orchestrator._submissions.close()
-        self.orchestrator._log.close()
+        self.orchestrator.close()
         self.ledger.__exit__()

@@ -12,7 +12,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment, workdir
 from rl.ledger import run_ledger, run_rules
-from rl.protocol import check_rate, curriculum, task_schedule, verdict
+from rl.protocol import curriculum, task_schedule, verdict
 from sharding import broadcast
 from sharding.format import journal
 from tests.rl.ledger.test_ledger import key
@@ -82,7 +82,7 @@ def make(group, ledger, change, draws):
     ledger.leased(worker.worker, *group.key, -1, group.epoch)
     ledger.submitted(worker.worker, *group.key, digest)
     split, step, number = group.key
-    if is_verified := worker is STRANGER or check_rate.draw(draws, f"{split}/{step}/{number}") < INVITED_RATE:
+    if is_verified := worker is STRANGER or verdict.draw(draws, f"{split}/{step}/{number}") < INVITED_RATE:
         ledger.verdict(verdict.SignedVerdict(RUN.worker, split, step, number, digest, True, "ok").sign(RUN))
     return rollouts, "verified" if is_verified else "trusted"
 

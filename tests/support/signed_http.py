@@ -8,7 +8,7 @@ import httpx
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import lease, task_schedule
+from rl.protocol import lease
 from sharding.system import signed_message
 
 
@@ -44,11 +44,11 @@ class Worker:
         assert reply.status_code == 200, reply.text
         return reply.json()
 
-    def lease(self, key, capacity=1) -> list[task_schedule.Group]:
+    def lease(self, key, capacity=1) -> list[lease.Lease]:
         """Returns the groups that `key` got."""
         reply = self.post("/lease", lambda: {"json": lease_body(key, self.session, capacity)})
         assert signed_message.is_signed(self.session.run, reply), reply
-        return [task_schedule.Group(**group) for group in reply["groups"]]
+        return [lease.Lease.from_json(group) for group in reply["groups"]]
 
     def submit(self, key, rollouts) -> list[str]:
         """Returns the verdicts on rollouts that `key` hands in."""

@@ -158,7 +158,10 @@ class Decisions:
 
 def settled(orchestrator, timeout_s=60):
     """Returns once no group of the orchestrator waits for a verdict, or the run has failed."""
-    changed, queue = orchestrator._changed, orchestrator._queue
-    with changed:
-        is_done = lambda: orchestrator._failure or not queue.count()[queue_entry.State.QUARANTINED]  # noqa: E731
-        assert changed.wait_for(is_done, timeout_s)
+    with orchestrator.locked as state:
+        try:
+            is_done = lambda: not state.queue.count()[queue_entry.State.QUARANTINED]  # noqa: E731
+            assert orchestrator.locked.wait_for(is_done, timeout_s)
+        except BaseException as error:
+            if error is not state.failure:
+                raise

@@ -14,9 +14,9 @@ import contextlib
 import itertools
 from collections.abc import Callable
 
-from rl.protocol import task_schedule
+from rl.protocol import lease
 
-Attempt = Callable[[], list[task_schedule.Group]]
+Attempt = Callable[[], list[lease.Lease]]
 _Queue = collections.OrderedDict[asyncio.Future, tuple[Attempt, str]]
 MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
 NEWCOMER_S = 10.0
@@ -43,7 +43,7 @@ class LeaseWaiters:
 
     async def wait(
         self, worker: str, attempt: Attempt, timeout_s: float, network: str, *, is_known: bool, gone: asyncio.Future
-    ) -> list[task_schedule.Group]:
+    ) -> list[lease.Lease]:
         """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done.
 
         It is [] without a wait if too many strangers wait already, in all or on this `network`. A worker waits once: a new request ends

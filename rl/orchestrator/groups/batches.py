@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Key, State
-from rl.protocol import curriculum, env_mix, task_schedule
+from rl.protocol import curriculum, env_mix, lease, task_schedule
 
 REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
 
@@ -74,7 +74,7 @@ class Batches:
         self,
         rule: BatchRule,
         queue: group_queue.GroupQueue,
-        make_groups: Callable[[Sequence[int], int], Sequence[task_schedule.Group]],
+        make_groups: Callable[[Sequence[int], int], Sequence[lease.Lease]],
         has_signal: Callable[[queue_entry.Entry], bool] = lambda entry: True,
     ):
         self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal
@@ -214,8 +214,7 @@ class Batches:
     def restore(self, step: int, state: dict | None) -> None:
         """Continues after batch `step`, before any group is open.
 
-        Checkpoints of earlier releases have no state: the batches up to `step` took the first groups of the order, P each. Raises
-        ValueError if the rule allows others.
+        Without a state, the batches up to `step` took the first groups of the order, P each. Raises ValueError if the rule allows others.
         """
         if step and state is None and not task_schedule.is_fixed(self._rule):
             found = f"the checkpoint of step {step} lacks the groups that its batches took"

@@ -24,7 +24,7 @@ MAX_TIMES = 1_000  # that are kept: of groups which were given back and made lat
 
 @dataclasses.dataclass
 class GiveBacks:
-    """The causes of groups that workers gave back. The caller has the lock."""
+    """The causes of groups that workers gave back: pure, but for the lines for people."""
 
     on_notice: Callable[[str], None]
     _printed: set[str] = dataclasses.field(default_factory=set)

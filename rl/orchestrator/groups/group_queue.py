@@ -15,7 +15,7 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
 4. `begin_epoch` voids all work: policies of another epoch have the same numbers and other weights. `void` drops rollouts that are too
    old for any batch, whose group is made again.
 
-Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the lock and the time.
+Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the time.
 """
 
 import collections
@@ -28,14 +28,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator.groups import queue_index
-from rl.orchestrator.groups.queue_entry import NEXT, Delivery, Entry, Key, Lease, State
-from rl.protocol import task_schedule
+from rl.orchestrator.groups import queue_entry
+from rl.orchestrator.groups.queue_entry import NEXT, Delivery, Entry, HeldLease, Key, State
+from rl.protocol import lease as lease_lib
 
 MAX_LOOKS = 1024  # at leased groups, for one that is late: a worker without work may ask often
 FEW_LOOKS = 16
 Allows = Callable[[Key], bool]
-IsTrue = Callable[[Lease], bool]
+IsTrue = Callable[[HeldLease], bool]
 
 
 class GroupQueue:
@@ -49,12 +49,12 @@ class GroupQueue:
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
         self.epoch = -1  # that leases pin and rollouts have; -1: any
         self.min_version = -1  # the oldest that further leases of training groups allow; -1: the group's own
-        self._index = queue_index.QueueIndex()
+        self._index = queue_entry.QueueIndex()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
         self._max_deadlines = 0  # with more of them, those of ended leases are dropped
         self._serial = itertools.count()
 
-    def add(self, groups: Sequence[task_schedule.Group], *, behind: int | None = None) -> None:
+    def add(self, groups: Sequence[lease_lib.Lease], *, behind: int | None = None) -> None:
         """Adds open groups at the end of the queue or, with `behind`, after the open ones of that training step and of evaluations."""
         first = [] if behind is None else [key for key in self._index.open if key[:2] == ("train", behind)]
         if behind is not None:  # an evaluation that began earlier must not wait for all later ones
@@ -82,7 +82,7 @@ class GroupQueue:
         free_samples: float = math.inf,
         is_late: IsTrue | None = None,
         leaves_room: IsTrue = lambda lease: False,
-    ) -> list[task_schedule.Group]:
+    ) -> list[lease_lib.Lease]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
         The last of them is the one with which they have `free_samples` samples together, or more.
@@ -101,7 +101,7 @@ class GroupQueue:
             pinned = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
             oldest = max(entry.group.min_version, self.min_version if key[0] == "train" else -1)
             group = dataclasses.replace(entry.group, version=pinned, epoch=self.epoch, min_version=oldest)
-            entry.leases[worker] = Lease(group, worker, now_s, deadline_s, begun_us)
+            entry.leases[worker] = HeldLease(group, worker, now_s, deadline_s, begun_us)
             heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
             if entry.state is State.OPEN:
                 entry.group, entry.worker = group, worker
@@ -116,7 +116,7 @@ class GroupQueue:
         """Returns True if there is a group to copy among the few oldest leased ones."""
         return any(True for _ in self._late(FEW_LOOKS, is_late, leaves_room))
 
-    def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
+    def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[HeldLease], float]) -> list[Key]:
         """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
 
         These are all groups with rollouts, whether or not a verdict has accepted them: else a worker could find out by its second
@@ -143,7 +143,7 @@ class GroupQueue:
         leases = ((key, self.entries[key].leases.get(worker)) for key in held)
         return [key for key, lease in leases if lease and (lease.begun_us < begun_us or key not in known)]
 
-    def give_back(self, key: Key, worker: str) -> Lease | None:
+    def give_back(self, key: Key, worker: str) -> HeldLease | None:
         """Ends a lease on the request of its holder; returns it, or None if there is none."""
         entry = self.entries.get(key)
         return self._end_lease(key, worker) if entry and worker in entry.leases else None
@@ -154,7 +154,7 @@ class GroupQueue:
             for worker, lease in entry.leases.items():
                 entry.leases[worker] = dataclasses.replace(lease, deadline_s=lease.deadline_s + by_s)
 
-    def expire(self, now_s: float) -> list[Lease]:
+    def expire(self, now_s: float) -> list[HeldLease]:
         """Ends the leases whose deadline was before `now_s`; returns those of groups that were not delivered meanwhile."""
         ended = []
         while self._deadlines and self._deadlines[0][0] < now_s:
@@ -200,10 +200,10 @@ class GroupQueue:
         return Delivery.TAKEN
 
     def restore(
-        self, group: task_schedule.Group, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str
+        self, group: lease_lib.Lease, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str
     ) -> Entry:
         """Makes an open group SUBMITTED with rollouts that were delivered before a restart; returns its entry."""
-        lease = Lease(group, worker, -math.inf, -math.inf)
+        lease = HeldLease(group, worker, -math.inf, -math.inf)
         self._submit(group.key, lease, sorted(rollouts, key=lambda r: r.number), digest)
         return self.entries[group.key]
 
@@ -321,7 +321,7 @@ class GroupQueue:
         ):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
-            if num_counted < queue_index.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+            if num_counted < queue_entry.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 yield key
 
     def _drop_ended(self) -> None:
@@ -333,7 +333,7 @@ class GroupQueue:
 
     # Every change ends in `_update`.
 
-    def _end_lease(self, key: Key, worker: str) -> Lease:
+    def _end_lease(self, key: Key, worker: str) -> HeldLease:
         entry = self.entries[key]
         lease = entry.leases.pop(worker)
         if entry.state is State.LEASED:
@@ -352,7 +352,7 @@ class GroupQueue:
         else:
             self._to_front(key)
 
-    def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
+    def _submit(self, key: Key, lease: HeldLease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
         entry = self.entries[key]
         entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
         entry.since_s, entry.lengths = lease.since_s, [int(np.count_nonzero(r.sampled_mask)) for r in rollouts]

@@ -11,6 +11,7 @@ from rl.orchestrator.groups import queue_entry
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
+from sharding.system import retries
 
 # More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
 MAX_CONTRADICTIONS = 3
@@ -29,8 +30,8 @@ class Validator:
 
     url: str
     key: str
+    pause: retries.Backoff  # after a fault
     free_s: float = -math.inf  # asked again from this time on
-    num_faults: int = 0  # in a row
     answered_s: float = -math.inf  # last
     failed_alone: set[str] = dataclasses.field(default_factory=set)  # digests of groups, since then
     problem: str = ""  # of the last request; "": it was answered

@@ -36,7 +36,7 @@ from rl.orchestrator.verdicts.verdict_case import Case, Validator
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
-from sharding.system import bounded_reply, role_metrics, signed_message
+from sharding.system import bounded_reply, retries, role_metrics, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life
@@ -78,7 +78,9 @@ class VerdictCollector:
         on_fault: Callable[[str], None] = lambda line: None,
     ):
         parts = [one.rpartition("#") for one in validators] or [("", "", key.worker)]
-        self._validators = [Validator(url.rstrip("/"), key) for url, _, key in parts]
+        self._validators = [
+            Validator(url.rstrip("/"), key, retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)) for url, _, key in parts
+        ]
         self.validators: Sequence[str] = [one.key for one in self._validators]  # public keys
         self.quorum = quorum or len(parts) // 2 + 1
         self._key, self._replay, self._verdict_s, self._on_fault = key, replay, verdict_s, on_fault
@@ -190,8 +192,7 @@ class VerdictCollector:
                 batch = verdict_case.take_batch(fresh)
             else:
                 # First those that it has not failed on, so that an outage does not look like the fault of one of them.
-                is_next = lambda case: (case.digest in validator.failed_alone, case.num_alone)  # noqa: E731
-                batch = [min(wanted, key=is_next)]
+                batch = [min(wanted, key=lambda case: (case.digest in validator.failed_alone, case.num_alone))]
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
@@ -301,10 +302,11 @@ class VerdictCollector:
             state = f"is replaced by others for now: {problem}" if problem else "answers again"
             self._on_fault(f"validator {validator.url} {state}")
         validator.problem = problem
-        validator.num_faults = min(validator.num_faults + 1, 16) if problem else 0
         if problem:
             self._counts["validator_faults"] += 1
-            validator.free_s = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (validator.num_faults - 1), MAX_PAUSE_S)
+            validator.free_s = time.monotonic() + validator.pause.next_s()
+        else:
+            validator.pause.reset()
 
     def _check_weights(self, case: Case) -> None:
         """Fails the run if every validator that is asked lacks the weights of a group, and the time limit is over for it."""

@@ -24,7 +24,8 @@ from models.text import tokenizer as tokenizer_lib
 from rl import generate, sft, worker
 from rl.experiment import experiment, initial, rules, workdir
 from rl.experiment import flags as command_line
-from rl.orchestrator import admission, orchestrator
+from rl.orchestrator import orchestrator
+from rl.orchestrator.gate import gate
 from rl.plan import sizes
 from rl.protocol import timeline
 from sharding import broadcast
@@ -69,10 +70,11 @@ def test_processes_in_other_folders_get_the_absolute_path_of_a_tokenizer(tmp_pat
         config = exp.config.as_configdict()
         config.tokenizer, config.topology.mode = "models/base", mode
         assert dataclasses.replace(exp, config=config).broadcast_metadata["tokenizer"] == name
-        described = types.SimpleNamespace(_config=config, _changed=contextlib.nullcontext(), environment=("", ""))
+        described = types.SimpleNamespace(_config=config)
         described.nodes = types.SimpleNamespace(servers=list)
-        described._admission = types.SimpleNamespace(policy=admission.Policy.of(config))
-        described._shared = types.SimpleNamespace(version=-1, policy=timeline.Policy(0, -1))
+        described.admission = types.SimpleNamespace(policy=gate.Policy.of(config))
+        state = types.SimpleNamespace(version=-1, policy=timeline.Policy(0, -1))
+        described.locked = contextlib.nullcontext(state)
         assert orchestrator.Orchestrator.describe(described)["tokenizer"] == name
 
 

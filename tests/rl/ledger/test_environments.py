@@ -9,7 +9,7 @@ import pytest
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import environments, run_ledger, run_rules, storage
 from rl.ledger import events as ledger_events
-from rl.orchestrator.groups import environment_counts
+from rl.orchestrator.groups import rewards as rewards_lib
 from tests.support import commands, ledgers, rollouts
 
 A, B = "a" * 64, "b" * 64
@@ -127,7 +127,7 @@ def test_counts_of_a_batch_by_environment():
     ]
     flat = [entry("a", 0, 0), entry("a", 1, 0)]  # no batch had the last: it counts as one without a signal
     signal = lambda one: len({rollout.reward for rollout in one.rollouts}) > 1  # noqa: E731
-    assert environment_counts.count(taken, flat, signal, {"a": A}) == [
+    assert rewards_lib.by_environment(taken, flat, signal, {"a": A}) == [
         counts("a", A, 3, 0, 6, 0),
         counts("b", "", 2, 1, 4, 2),
     ]

@@ -15,10 +15,9 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import leases, nodes, submissions, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.gate import lease_waiters, request_rate
+from rl.orchestrator import submissions, worker_health
+from rl.orchestrator.gate import gate, lease_waiters
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
@@ -27,6 +26,7 @@ from rl.verification import checks
 from sharding.system import signed_message
 from tests.support import signed_http, validators
 from tests.support.groups import answers
+from tests.support.orchestrators import inside, marks
 
 RUN = rollout_lib.WorkerKey.generate()
 LEASE_S = 8.0
@@ -36,16 +36,13 @@ WAIT_S = 60
 class Clock:
     now_s = 1000.0
 
-    def monotonic(self):
+    def __call__(self):
         return self.now_s
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    for module in (leases, orchestrator_lib, submissions):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock():
+    return Clock()
 
 
 @pytest.fixture
@@ -61,13 +58,14 @@ def make(tmp_path, clock):
         exp = experiment.resolve(config)
         verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret", invited=invited)
-        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
+        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, clock=clock, **options))
+        made[-1].config = exp.config
         publish(made[-1], 0)
         return made[-1]
 
     yield make
     for orchestrator in made:
-        orchestrator._submissions.close()
+        orchestrator.close()
 
 
 def publish(orchestrator, version):
@@ -75,9 +73,8 @@ def publish(orchestrator, version):
 
 
 @pytest.mark.parametrize("first", ["tick", "lease", "heartbeat"])
-def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monkeypatch, first):
+def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, first):
     """Each worker lost its leases, and was blamed; a stop for longer than topology.patience_s was the end of the run."""
-    monkeypatch.setattr(nodes, "time", clock)
     worker, other = (rollout_lib.WorkerKey.generate().worker for _ in range(2))
     orchestrator = make([worker, other])
     held = [group.key for group in orchestrator.leases.lease(worker, 16)]
@@ -101,9 +98,11 @@ def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monk
     orchestrator.nodes._check_patience(clock.now_s, lambda there: not there)
     assert {row["state"] for row in orchestrator.table()} == {"healthy"}
     tick(LEASE_S - 0.4 if first == "heartbeat" else 1.6)
-    assert orchestrator._queue.num_leases(worker) == len(held) > 0 == orchestrator._counts["lease_expired"]
+    assert (
+        inside(orchestrator).queue.num_leases(worker) == len(held) > 0 == inside(orchestrator).counts["lease_expired"]
+    )
     tick(1.0)  # since then, it had the time that was left
-    assert orchestrator._queue.num_leases(worker) == 0 and orchestrator._health._of(worker).num_halvings == 1
+    assert inside(orchestrator).queue.num_leases(worker) == 0 and marks(orchestrator, worker)["num_halvings"] == 1
 
 
 def deliver(orchestrator, key, group, **changes):
@@ -124,7 +123,7 @@ def earn(orchestrator, key, count, network="earned"):
 
 
 def num_left(orchestrator):
-    count = orchestrator._queue.count()
+    count = inside(orchestrator).queue.count()
     return count.total() - count[queue_entry.State.ELIGIBLE]
 
 
@@ -178,9 +177,10 @@ def test_a_fresh_key_per_request_delays_a_batch_of_newcomers_little(make, clock,
 
 def garbage(orchestrator, worker, groups):
     for group in groups:
-        with orchestrator._changed:  # as `_deliver` after a signature
-            orchestrator._queue.deliver(group.key, worker, answers(group), "")
-            orchestrator._submissions._reject(group.key, checks.Verdict("tokens", "garbage"), is_fault=False)
+        with orchestrator.locked as found:  # as a submission that fails the checks at the lease, after its signature
+            found.queue.deliver(group.key, worker, answers(group), "")
+            found.queue.requeue(group.key)
+            found.health.rejected(worker, group.key, found.clock(), is_fault=False)
 
 
 def give_back(orchestrator, worker, groups):
@@ -308,8 +308,8 @@ def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock)
             assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
         held = orchestrator.leases.lease(key.worker, 64, "a")
     assert held == []
-    state, again = json.loads(json.dumps(orchestrator._health.state())), health_of()
-    again.restore(state)
+    saved, again = json.loads(json.dumps(inside(orchestrator).health.state())), health_of()
+    again.restore(saved)
     assert again.is_known(key.worker) and not again.is_known(other.worker)
     again.rejected(key.worker, ("train", 1, 0), clock.now_s, is_fault=False)
     assert not again.is_known(key.worker)
@@ -342,15 +342,15 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     publish(orchestrator, 1)  # the pinned version is gone
     kept = orchestrator.leases.lease(key.worker, 64, "", [group.key for group in groups])
     assert len(kept) == 8 and not {g.key for g in kept} & {g.key for g in groups} and {g.version for g in kept} == {1}
-    assert orchestrator._take_counts()["trust/num_lease_void"] == 8
+    assert orchestrator.take_counts()["trust/num_lease_void"] == 8
     clock.now_s += LEASE_S + 1
     assert len(groups := orchestrator.leases.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
-    assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
+    assert orchestrator.take_counts()["trust/num_lease_expired"] == 8
     only = {"may_lease": lambda key: key == groups[0].key, "is_late": lambda lease: True}
-    (copy,) = orchestrator._queue.lease(other.worker, 1, clock.now_s + 1, **only)
+    (copy,) = inside(orchestrator).queue.lease(other.worker, 1, clock.now_s + 1, **only)
     assert deliver(orchestrator, other, copy) == "accepted"
     orchestrator.leases.lease(key.worker, 0, "", [copy.key])  # given back, as another worker made it
-    assert orchestrator._take_counts()["trust/num_lease_void"] == 1 and orchestrator._health._of(key.worker).record == 3
+    assert orchestrator.take_counts()["trust/num_lease_void"] == 1 and marks(orchestrator, key.worker)["record"] == 3
 
 
 @pytest.mark.parametrize(
@@ -364,15 +364,15 @@ def test_a_group_that_arrives_stale_is_made_again_and_counts_as_a_lost_lease_whe
     key, orchestrator = KEYS[0], make(batch=batch)
     earn(orchestrator, key, 4)
     if is_held_out:  # an evaluation is of an old version, and takes its time
-        orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0), behind=0)
+        inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator.config, 0), behind=0)
     (group,) = orchestrator.leases.lease(key.worker, 1)
     publish(orchestrator, num_versions)
-    orchestrator._batches.step, is_stale = num_versions, num_versions == 9 and not is_held_out
+    inside(orchestrator).batches.step, is_stale = num_versions, num_versions == 9 and not is_held_out
     reply, (again, *_) = deliver(orchestrator, key, group), orchestrator.leases.lease("another", 1)
     assert (reply == submissions.VOID) == is_stale and reply.startswith(("quarantined", "accepted", "refused: void"))
     assert (again.key == group.key) == is_stale  # with a lease for newer versions
-    assert orchestrator._health._of(key.worker).record == record  # 4 // 2, 4 + 1, or 4
-    assert orchestrator._take_counts()["trust/num_stale"] == 2 * is_stale
+    assert marks(orchestrator, key.worker)["record"] == record  # 4 // 2, 4 + 1, or 4
+    assert orchestrator.take_counts()["trust/num_stale"] == 2 * is_stale
 
 
 def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_lease(make, clock):
@@ -392,7 +392,7 @@ def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_
         assert verdict == "quarantined"  # as the group still needs it
     for group in again:
         assert deliver(orchestrator, key, new[group.key], versions=np.ones(5, np.int32)) == "spare"
-    assert orchestrator._take_counts()["trust/num_refused"] == 0
+    assert orchestrator.take_counts()["trust/num_refused"] == 0
 
 
 @pytest.mark.parametrize("is_void", [True, False])
@@ -421,7 +421,7 @@ def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
             orchestrator.leases.beat(key.worker, "worker", report, [group.key], leaving=False)
         assert clock.now_s < since_s + 2 * LEASE_S
     assert found[0].key == group.key and deliver(orchestrator, honest, group) in ("accepted", "quarantined")
-    assert num_left(orchestrator) == 0 and orchestrator._health._of(one.worker).record == 1  # it may only be slow
+    assert num_left(orchestrator) == 0 and marks(orchestrator, one.worker)["record"] == 1  # it may only be slow
 
 
 def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):
@@ -435,7 +435,7 @@ def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):
             num_leases += len(orchestrator.leases.lease(key.worker, 16))
             orchestrator.leases.beat(key.worker, "worker", registry.Report(), [], leaving=True)
             clock.now_s += 0.001
-    assert 4 <= num_leases <= 12 and not any(orchestrator._health.is_known(key.worker) for key in keys)
+    assert 4 <= num_leases <= 12 and not any(inside(orchestrator).health.is_known(key.worker) for key in keys)
 
 
 def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
@@ -454,7 +454,7 @@ def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
     assert {group.key for group in orchestrator.leases.lease(known.worker, 2)} <= lost
     clock.now_s += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
     assert all(orchestrator.leases.lease(next(names), 1, f"net {n}") for n in range(4))
-    assert all(orchestrator._health.may_lease(next(names), key, clock.now_s) for key in lost)
+    assert all(inside(orchestrator).health.may_lease(next(names), key, clock.now_s) for key in lost)
 
 
 def test_a_held_out_group_is_no_record(make, clock):
@@ -478,12 +478,12 @@ def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
     orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
     monkeypatch.setattr(signed_message, "is_signed", lambda worker, message: True)
     now = [1e9]
-    health, rate = orchestrator._health, request_rate.RequestRate()
+    health, rate = inside(orchestrator).health, gate.RequestRate()
     verifier = lease_lib.RequestVerifier(
-        session, admit=orchestrator._admission.admit, is_known=health.is_known, clock=lambda: now[0]
+        session, admit=orchestrator.admission.admit, is_known=health.is_known, clock=lambda: now[0]
     )
     monkeypatch.setattr(lease_lib, "MAX_REMEMBERED", 1000)
-    monkeypatch.setattr(request_rate, "MAX_NETWORKS", 1000)
+    monkeypatch.setattr(gate, "MAX_NETWORKS", 1000)
     message = lease_lib.request(KEYS[0], session, capacity=4, returned=[], work="")
 
     def ask(name, number):
@@ -493,7 +493,7 @@ def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
         verifier.verify(message | {"worker": name, "time_us": int(now[0] * 1e6)}, "lease")
         orchestrator.leases.lease(name, 4, str(number))
 
-    names, kept, sizes = fresh(), (verifier, rate, health, orchestrator._queue), []
+    names, kept, sizes = fresh(), (verifier, rate, health, inside(orchestrator).queue), []
     for number in range(32_000):
         ask(next(names), number)
         if number in (2_000, 31_999):
@@ -514,8 +514,8 @@ def size(found):
 @pytest.mark.parametrize("kind", ["open", "invited", "stake", "work"])
 def test_who_may_take_part(kind):
     stakes = {"rich": 5, "poor": 4}
-    policy = admission_lib.Policy(kind, min_stake=5, work_bits=8)
-    admission = admission_lib.Admission(policy, RUN.worker, ["guest"], lambda worker: stakes.get(worker, 0))
+    policy = gate.Policy(kind, min_stake=5, work_bits=8)
+    admission = gate.Admission(policy, RUN.worker, ["guest"], lambda worker: stakes.get(worker, 0))
     work = lease_lib.find_work(RUN.worker, "rich", 8)
     admission.admit("guest", {"work": ""})
     admission.admit("poor", {})  # a submission: its key leased before
@@ -529,11 +529,11 @@ def test_who_may_take_part(kind):
 
 
 def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
-    rate = request_rate.RequestRate()
-    assert sum(rate.take("a", 0.0) for _ in range(1000)) == request_rate.BURST
+    rate = gate.RequestRate()
+    assert sum(rate.take("a", 0.0) for _ in range(1000)) == gate.BURST
     assert rate.take("b", 0.0)
-    assert sum(rate.take("a", 0.5) for _ in range(1000)) == request_rate.RATE / 2
-    assert sum(rate.take("a", 1e3) for _ in range(1000)) == request_rate.BURST
+    assert sum(rate.take("a", 0.5) for _ in range(1000)) == gate.RATE / 2
+    assert sum(rate.take("a", 1e3) for _ in range(1000)) == gate.BURST
     for _ in range(1000):
         assert rate.take("c", 0.0)
         rate.give_back("c")
@@ -541,8 +541,8 @@ def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
 
 def test_floods_and_old_sessions_over_http(make, monkeypatch):
     """Attack: garbage, requests of other sessions, and keys without work from one address; an invited worker has another."""
-    monkeypatch.setattr(request_rate, "BURST", 20.0)
-    monkeypatch.setattr(request_rate, "RATE", 0.01)
+    monkeypatch.setattr(gate, "BURST", 20.0)
+    monkeypatch.setattr(gate, "RATE", 0.01)
     guest, key, *_ = KEYS
     orchestrator = make(invited=[guest.worker], admission="work", work_bits=8)
     address = httpx.HTTPTransport(local_address="127.0.0.2")

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hmac
 import json
 import random
 import threading
@@ -30,6 +31,7 @@ from rl.validator import calibrate
 from rl.verification import checks, evidence_log, verifier
 from tests.support import ledgers, proxy, signed_http, small_configs, validators
 from tests.support.groups import answers
+from tests.support.orchestrators import inside, marks
 
 WAIT_S = 60
 RUN, HONEST, CHEAT, FRIEND, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
@@ -71,8 +73,9 @@ def running(folder, exp, *, source=None, **hooks):
         ledger = stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker))
         source = source or verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
         run = orchestrator_lib.Orchestrator(exp.config, folder, verdicts=source, ledger=ledger, **hooks)
-        ledger.on_failure = run.fail
+        ledger.on_failure, run.ledger = run.fail, ledger
         ledger.resumed(0)
+        run.secret = hmac.digest(b"secret", ledger.head().encode(), "sha256")  # from which an auditor repeats the draws
         run.resume(0)
         client = signed_http.Worker(run.serve())
         stack.callback(client.http.close)
@@ -80,14 +83,18 @@ def running(folder, exp, *, source=None, **hooks):
         run.publish(timeline.Policy(0, 0))
         client.lease(HONEST, 0)  # it is active
         yield run, client
-        assert run._failure is None
+        assert inside(run).failure is None
     found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)
     assert found.error is None, found
 
 
+def draw(secret, group):
+    return verdict_lib.draw(secret, "/".join(map(str, group.key)))
+
+
 def states(run):
-    with run._changed:
-        return {key: entry.state for key, entry in run._queue.entries.items()}
+    with run.locked:
+        return {key: entry.state for key, entry in inside(run).queue.entries.items()}
 
 
 def finish(run, client, step):
@@ -108,7 +115,7 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
     exp = resolve(rl__prompts_per_step=32, trust__invited_rate=0.5)
     with running(tmp_path, exp, invited=[one.worker for one in (HONEST, CHEAT, FRIEND)]) as (run, client):
         groups = client.lease(CHEAT, 32)
-        drawn = [group for group in groups if run._submissions._draw(group.key) < 0.5]
+        drawn = [group for group in groups if draw(run.secret, group) < 0.5]
         passed = [group for group in groups if group not in drawn]
         assert len(passed) > 4 and drawn
         for group in [*passed, drawn[0]]:
@@ -116,16 +123,16 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
         validators.settled(run)
         again = client.lease(FRIEND, 32)
         assert {group.key for group in again} == {group.key for group in [*passed, drawn[0]]}
-        with run._changed:
-            assert run._health.rate(FRIEND.worker) == 0.5
+        with run.locked:
+            assert inside(run).health.rate(FRIEND.worker) == 0.5
         for group in again:
             if group in passed:
                 assert client.submit(FRIEND, signed(forged(group), FRIEND)) == ["taken"]
         validators.settled(run)
-        with run._changed:
-            for key, entry in [*run._queue.entries.items()]:  # the leases expire, say
+        with run.locked:
+            for key, entry in [*inside(run).queue.entries.items()]:  # the leases expire, say
                 for worker in [*entry.leases]:
-                    run._queue.give_back(key, worker)
+                    inside(run).queue.give_back(key, worker)
         finish(run, client, 1)
 
 
@@ -136,18 +143,18 @@ def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
     for _ in range(2):
         with running(tmp_path, exp) as (run, client):
             groups = client.lease(CHEAT, 64)
-            draws.append([run._submissions._draw(group.key) < 0.5 for group in groups])
+            draws.append([draw(run.secret, group) < 0.5 for group in groups])
             if len(draws) == 1:
                 drawn = groups[draws[0].index(True)]
                 assert client.submit(CHEAT, signed(forged(drawn), CHEAT)) == ["taken"]
                 validators.settled(run)
-                first = run._health.rate(CHEAT.worker)
+                first = inside(run).health.rate(CHEAT.worker)
             else:
-                assert first == run._health.rate(CHEAT.worker) == 1
+                assert first == inside(run).health.rate(CHEAT.worker) == 1
                 for group in groups[:8]:  # known to have been let pass, all of them
                     client.submit(CHEAT, signed(forged(group), CHEAT))
                 validators.settled(run)
-                assert not any(entry.state is State.ELIGIBLE for entry in run._queue.entries.values())
+                assert not any(entry.state is State.ELIGIBLE for entry in inside(run).queue.entries.values())
     assert 8 < sum(a != b for a, b in zip(*draws, strict=True))
 
 
@@ -160,20 +167,21 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
         source = verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
         hooks = dict(secret=bytes([secret]), credit=exp.credit, key=RUN, invited=[HONEST.worker])
         run = orchestrator_lib.Orchestrator(exp.config, tmp_path, verdicts=source, **hooks)
+        run.secret = hooks["secret"]
         run.publish(timeline.Policy(0, 0))
-        with run._changed:
+        with run.locked:
             for _ in range(num_honest):
-                run._health.verified(CHEAT.worker)
-                run._health.accepted(CHEAT.worker, ("train", 0, 0))
+                inside(run).health.verified(CHEAT.worker)
+                inside(run).health.accepted(CHEAT.worker, ("train", 0, 0))
         for group in run.leases.lease(CHEAT.worker, 64):
             found = run.submit(parquet.decode(parquet.to_bytes(signed(forged(group), CHEAT))))
             assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
-            if not run._submissions._draw(group.key) >= 32 / (32 + num_honest):
+            if not draw(run.secret, group) >= 32 / (32 + num_honest):
                 break
             gains.append(secret)
         validators.settled(run)
         assert State.ELIGIBLE not in states(run).values()  # of the same batch, all is taken back
-        run._submissions.close()
+        run.close()
     assert len(gains) / 24 <= 2.5 * num_honest / 32
 
 
@@ -209,7 +217,7 @@ def test_rollouts_of_another_run_are_not_handed_in_in_their_signers_name(tmp_pat
         reply = client.http.post("/submit", **signed_http.submission(STRANGER, client.session, body))
         validators.settled(run)
         assert reply.status_code == 400 and "submit your own" in reply.json()["error"]["message"]
-        assert run._health.state()["workers"] == {} and run._health.rate(HONEST.worker) < 1
+        assert inside(run).health.state()["workers"] == {} and inside(run).health.rate(HONEST.worker) < 1
         for group in groups:
             assert client.submit(HONEST, signed(answers(group), HONEST)) == ["taken"]
 
@@ -227,8 +235,8 @@ def test_bytes_that_race_for_one_lease_are_judged_as_they_are_trained_on(tmp_pat
                 thread.join()
         validators.settled(run)
         batch = finish(run, client, 1)
-        run._ledger.flush()
-        events = [entry.event for entry in run._ledger._ledger.entries()]
+        run.ledger.flush()
+        events = [entry.event for entry in run.ledger._ledger.entries()]
     accepted = {e.fields["digest"] for e in events if e.kind == "verdict" and e.fields["accepted"]}
     assert {verdict_lib.group_digest(group) for group in batch.groups} <= accepted
 
@@ -240,7 +248,7 @@ def test_an_ejected_worker_hands_in_the_groups_that_it_still_holds(tmp_path):
         for make in (lambda g: answers(g)[:1], lambda g: answers(g)[:1], answers, forged, answers, forged, answers):
             client.submit(CHEAT, signed(make(groups.pop()), CHEAT))
         validators.settled(run)
-        assert client.lease(CHEAT, 7) == [] and run._health.is_banned(CHEAT.worker)
+        assert client.lease(CHEAT, 7) == [] and inside(run).health.is_banned(CHEAT.worker)
         metrics = finish(run, client, 1).metrics
         assert metrics["trust/num_unverified"] <= 2 * 5 and metrics["trust/num_checked"] >= 2 * 3
 
@@ -266,8 +274,8 @@ def test_one_lying_validator_of_three_lets_nothing_pass_and_ends_no_run(tmp_path
             done = lambda: not {State.QUARANTINED, State.SUBMITTED} & set(states(run).values())  # noqa: E731
             proxy.wait_until(done)
             finish(run, client, 1)
-            with run._changed:
-                assert run._health.rate(CHEAT.worker) == 1 and not run._health._workers[HONEST.worker].is_suspect
+            with run.locked:
+                assert inside(run).health.rate(CHEAT.worker) == 1 and not marks(run, HONEST.worker)["is_suspect"]
 
 
 async def _late(found, key):

@@ -15,6 +15,7 @@ from rl.verification import evidence_log, run_bands, verifier
 from tests.rl.orchestrator.test_attacks import HONEST, RUN, running
 from tests.support import forger as forger_lib
 from tests.support import small_configs, validators
+from tests.support.orchestrators import inside, marks
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 WAIT_S = 120
@@ -36,7 +37,7 @@ def run(exp, tmp_path, *, one_key, formed):
     forger, key, num_forged = forger_lib.Forger(exp, formed=formed), rollout_lib.WorkerKey.generate(), 0
     with running(tmp_path, exp, **hooks) as (orchestrator, worker):
         # Admission alone would keep the forger to a fraction of the groups.
-        health, room = orchestrator._health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
+        health, room = inside(orchestrator).health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
         health.room = lambda worker, *rest: 0 if health.is_banned(worker) else room(worker, *rest)
         while num_forged < num_groups:
             leased = worker.lease(key, num_groups if one_key else 1)
@@ -48,9 +49,7 @@ def run(exp, tmp_path, *, one_key, formed):
         for first in range(0, len(made), 128):
             assert set(worker.submit(HONEST, made[first : first + 128])) == {"taken"}
         batches = [orchestrator.next_batch(step) for step in range(1, steps + 1)]
-    assert not orchestrator._health.state()["workers"].get(HONEST.worker, {"num_rejected": 0})["num_rejected"], (
-        "an honest group was rejected"
-    )
+    assert not marks(orchestrator, HONEST.worker)["num_rejected"], "an honest group was rejected"
     return num_forged, batches
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from rl.orchestrator.groups import batches, group_queue, queue_entry, queue_index
+from rl.orchestrator.groups import batches, group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Delivery, State
-from rl.protocol import task_schedule
+from rl.protocol import lease as lease_lib
 
 P, LEASE_S = 3, 10.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -21,9 +21,7 @@ TAKEN = "taken"
 
 
 def batch(step, split="train"):
-    return [
-        task_schedule.Group(step, group, split, group, group, 2, 1.0, 0) for group in range((step - 1) * P, step * P)
-    ]
+    return [lease_lib.Lease(step, group, split, group, group, 2, 1.0, 0) for group in range((step - 1) * P, step * P)]
 
 
 def rollouts(version=0):
@@ -98,7 +96,7 @@ class Machine(stateful.RuleBasedStateMachine):
             key: self.now_s - max(since for since, _ in self.leases[key].values()) for key in self.sets[State.LEASED]
         }
         may = {key for key, age in age_s.items() if age > after_s and worker not in self.leases[key]}
-        may = {key for key in may if len(self.leases[key]) < queue_index.MAX_HOLDERS}
+        may = {key for key in may if len(self.leases[key]) < queue_entry.MAX_HOLDERS}
         times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s}
         is_late = {"is_late": lambda lease: self.now_s - lease.since_s > after_s}
         found = [group.key for group in self.queue.lease(worker, count, **times, **is_late)]

@@ -24,7 +24,7 @@ from inference.swarm import membership
 from rl.experiment import experiment
 from rl.orchestrator import nodes, static_servers
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.gate import request_rate
+from rl.orchestrator.gate import gate
 from rl.orchestrator.groups import give_backs
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
@@ -32,6 +32,7 @@ from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
 from sharding.system import sign_in, signed_message
 from tests.support import clock, proxy, serving, signed_http
+from tests.support.orchestrators import give_record, inside, marks
 
 RUN, KEY, OTHER, SERVER, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
 WAIT_S = 60
@@ -48,7 +49,8 @@ class Played:
         def health():
             if not self.is_up:
                 return fastapi.responses.JSONResponse({"error": {"message": "the scheduler stopped"}}, status_code=503)
-            return {"policy_version": max(self.version, 0), "running": 1, "pending": 3}
+            policy = {"policy_epoch": 0, "policy_version": max(self.version, 0), "policy_digest": ""}
+            return policy | {"load": {"running": 1, "waiting": 2}}
 
         @self.app.post("/update_weights")
         def update(body: dict):
@@ -72,7 +74,7 @@ def server():
 def make(tmp_path):
     made = []
 
-    def make(*servers, **topology):
+    def make(*servers, clock=time.monotonic, **topology):
         config = quickstart.get_config()
         config.rl.update(prompts_per_step=3, samples_per_prompt=2, num_steps=10, max_lag=1)
         config.topology.update({"heartbeat_s": 0.2, **topology})
@@ -80,8 +82,8 @@ def make(tmp_path):
         verdicts = verdict_collector.VerdictCollector(RUN, lambda groups: [checks.OK] * len(groups))
         lines = []
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"s", invited=(KEY.worker, OTHER.worker))
-        orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append)
-        orchestrator.lines = lines
+        orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append, clock=clock)
+        orchestrator.lines, orchestrator.config = lines, exp.config
         for url in servers:
             orchestrator.nodes.add(url, url)
         orchestrator.url = orchestrator.serve()
@@ -105,7 +107,7 @@ def let_hold_many(orchestrator):
     def room(*_):
         return 100
 
-    orchestrator._share.room = room
+    inside(orchestrator).share.room = room
 
 
 class Node:
@@ -127,7 +129,7 @@ class Node:
 
     def lease(self, capacity=1, **fields):
         reply = self.http.post("/lease", json=signed_http.lease_body(self.key, self.session, capacity, **fields)).json()
-        return [task_schedule.Group(**group) for group in reply["groups"]]
+        return [lease_lib.Lease.from_json(group) for group in reply["groups"]]
 
 
 # ---- servers ---------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
         orchestrator = make(bad_url, server.url)
         for version in (0, 1):
             orchestrator.publish(timeline.Policy(0, version))
-            proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
+            proxy.wait_until(lambda version=version: inside(orchestrator).version == version)
         proxy.wait_until(lambda: urls(orchestrator) == {server.url, *([url] if bad.status > 200 else [])})
         if bad.status > 200:  # it serves version 0, which is allowed, until it lags more
             orchestrator.publish(timeline.Policy(0, 2))
@@ -160,32 +162,15 @@ def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
         if fault in ("hangs", "500", "400"):
             stalled.heal()
             proxy.wait_until(lambda: urls(orchestrator) == {bad_url, server.url}, WAIT_S)
-        assert orchestrator._failure is None and len(Node(orchestrator, KEY).lease(9)) == 9
+        assert inside(orchestrator).failure is None and len(Node(orchestrator, KEY).lease(9)) == 9
 
 
-def test_a_slow_server_delays_the_others_as_long_as_the_first_took(make, server):
-    slow = Played()
-    with serving.in_thread(slow.app) as url:
-        orchestrator = make(url, server.url)
-        orchestrator.publish(timeline.Policy(0, 0))
-        proxy.wait_until(lambda: len(urls(orchestrator)) == 2)
-        server.delay_s, slow.delay_s = 0.2, 3.0
-        begun_s = time.monotonic()
-        orchestrator.publish(timeline.Policy(0, 1))
-        proxy.wait_until(lambda: orchestrator._shared.version == 1)
-        assert 0.3 < time.monotonic() - begun_s < 2.5
-        assert {s["url"]: s["version"] for s in orchestrator.nodes.servers()} == {url: 0, server.url: 1}
-        proxy.wait_until(lambda: {s["version"] for s in orchestrator.nodes.servers()} == {1})
-        assert slow.updates == server.updates == [0, 1] or slow.updates == [1]  # its health already had 0
-
-
-def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator(monkeypatch):
+def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator():
     now, served, names = clock.Clock(), [], ("a", "b", "c")
-    monkeypatch.setattr(nodes, "time", types.SimpleNamespace(monotonic=now))
     topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
     none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
     hooks = {"on_served": served.append, "on_notice": lambda line: None}
-    table = nodes.Nodes(topology=topology, max_lag=1, **none, **hooks)
+    table = nodes.Nodes(lock=threading.RLock(), clock=now, topology=topology, max_lag=1, **none, **hooks)
     first, second, third, last = (timeline.Policy(0, version) for version in range(4))
 
     def beat(now_s, *policies, problem=""):
@@ -209,6 +194,7 @@ def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orc
     with table.holding(third):
         beat(20.0, last, third, second)
         assert [table.target(key) for key in names] == [last, third, last]  # one that has the version keeps it
+    assert [table.target(key) for key in names] == [last, last, last]  # the evaluation is over
     table._ticked_s = 40.0
     assert table.stopped_s(140.0) == 100.0
     table._check_patience(140.0, lambda keys: True)  # no worker for 40 s in which it ran
@@ -225,7 +211,7 @@ def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make
             for version in (1, 2, 5):  # 5: version 1 is more than max_lag behind, but still for the evaluation
                 orchestrator.publish(timeline.Policy(0, version))
                 proxy.wait_until(lambda version=version: served() == [1, version])
-                proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
+                proxy.wait_until(lambda version=version: inside(orchestrator).version == version)
             held, free = sorted((server, other), key=lambda one: one.version)
             assert 2 not in held.updates and (held.version, free.version) == (1, 5)
             held.is_up = False  # its death passes the version on to no server that has a newer one
@@ -235,23 +221,12 @@ def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make
         proxy.wait_until(lambda: served() == [5, 5])
 
 
-def test_the_only_server_goes_on_after_an_evaluation(make, server):
-    orchestrator = make(server.url)
-    orchestrator.publish(timeline.Policy(0, 0))
-    with orchestrator.nodes.holding(timeline.Policy(0, 0)):
-        proxy.wait_until(lambda: orchestrator._shared.version == 0)
-        orchestrator.publish(timeline.Policy(0, 1))
-        time.sleep(0.6)
-        assert server.updates == [] and orchestrator._shared.version == 0
-    proxy.wait_until(lambda: server.version == orchestrator._shared.version == 1)
-
-
 @pytest.mark.parametrize("missing", ["server", "worker", "worker that is not banned"])
 def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, server, missing):
     """The run waited for ever for a worker that asked for work, and that was banned."""
     role, is_banned, server.is_up = missing.partition(" ")[0], "banned" in missing, missing != "server"
     orchestrator = make("http://127.0.0.1:9", server.url, patience_s=1.0)
-    orchestrator._health.remember([KEY.worker] * is_banned, {}, [KEY.worker])
+    inside(orchestrator).health.remember([KEY.worker] * is_banned, {}, [KEY.worker])
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asking = pool.submit(Node(orchestrator, KEY).lease, wait_s=WAIT_S) if is_banned else None
         orchestrator.publish(timeline.Policy(0, 0))
@@ -271,11 +246,11 @@ def test_an_evaluation_for_which_only_a_stranger_is_there_ends_the_run(make, ser
     orchestrator.publish(timeline.Policy(0, 0))
     stranger = Node(orchestrator, STRANGER)
     proxy.wait_until(lambda: orchestrator.leases.has_work())
-    for key in [*orchestrator._queue.entries]:  # no training groups are left
-        orchestrator._queue.drop(key, "stale")
-    orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0))
-    proxy.wait_until(lambda: stranger.beat() and orchestrator._failure)
-    assert "a worker (for held-out tasks one of topology.workers" in str(orchestrator._failure)
+    for key in [*inside(orchestrator).queue.entries]:  # no training groups are left
+        inside(orchestrator).queue.drop(key, "stale")
+    inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator.config, 0))
+    proxy.wait_until(lambda: stranger.beat() and inside(orchestrator).failure)
+    assert "a worker (for held-out tasks one of topology.workers" in str(inside(orchestrator).failure)
 
 
 def test_a_run_ends_at_once_with_the_reason_if_all_workers_are_banned_that_it_started(make):
@@ -284,8 +259,8 @@ def test_a_run_ends_at_once_with_the_reason_if_all_workers_are_banned_that_it_st
     for key in (KEY, OTHER):
         assert len(Node(orchestrator, key).lease()) == 1
         time.sleep(0.5)
-        assert orchestrator._failure is None  # the other one may come
-        orchestrator._health.remember([key.worker], {}, [key.worker])
+        assert inside(orchestrator).failure is None  # the other one may come
+        inside(orchestrator).health.remember([key.worker], {}, [key.worker])
         orchestrator.nodes.banned(key.worker, "5 rejected groups; the last: reward")
     with pytest.raises(ValueError, match="all workers of this run are banned: .*raise trust.max_attempts") as caught:
         orchestrator.next_batch(1)
@@ -323,12 +298,8 @@ def test_servers_sign_in_pull_and_leave(make):
 
 
 def test_the_first_failed_update_is_repeated_after_the_first_pause(make, server, monkeypatch):
-    class Once(float):
-        def __mul__(self, other):
-            return math.inf
-
-    monkeypatch.setattr(static_servers, "FIRST_PAUSE_S", Once(0.0))
-    monkeypatch.setattr(static_servers, "MAX_PAUSE_S", math.inf)
+    pauses = types.SimpleNamespace(next_s=iter([0.0, math.inf]).__next__, reset=lambda: None)
+    monkeypatch.setattr(static_servers.retries, "Backoff", lambda first_s, most_s: pauses)
     orchestrator, server.status = make(server.url), 500
     orchestrator.publish(timeline.Policy(0, 1))
     proxy.wait_until(lambda: len(server.updates) == 2)
@@ -367,15 +338,15 @@ def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role)
         worker.beat(leaving=True)
         assert reply.result(WAIT_S / 2).status_code == (400 if role == "server" else 200)
         assert "policy" in node.beat(url="http://s:1")
-    assert orchestrator._failure is None
+    assert inside(orchestrator).failure is None
 
 
 @pytest.mark.parametrize(("record", "path"), [(0, "/heartbeat"), (1, "/heartbeat"), (1, "/lease")])
 def test_requests_with_thousands_of_groups_count_as_many(make, monkeypatch, record, path):
     """Attack: 100 of them per second, which a network may send, or any number with a record, kept out all other requests."""
-    monkeypatch.setattr(request_rate, "RATE", 0.01)
+    monkeypatch.setattr(gate, "RATE", 0.01)
     orchestrator = make()
-    orchestrator._health._set_record(STRANGER.worker, record)
+    give_record(orchestrator, STRANGER.worker, record)
     node = Node(orchestrator, STRANGER)
     held, lease = [("train", 2**62, n) for n in range(4000)], signed_http.lease_body
     ask = lambda: node.http.post(path, json=lease(STRANGER, node.session, holding=held)).json()  # noqa: E731
@@ -393,7 +364,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
         node.beat(url="http://s:1", policy=policy, load=registry.Load(**load))
         return by.beat()["servers"][0]["limit"]
 
-    assert limit(running=3) == 0  # a server of an earlier release
+    assert limit(running=3) == 0  # a server that reports no capacity
     busy = {"running": 4, "kv_used": 0.1, "capacity": 4}  # samples; a group has two
     assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [4, 16, 15]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
@@ -410,7 +381,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     worker.lease(0, returned=[mine[0].key])
     assert other.lease(6) == mine[:1]
     other.lease(0, returned=[its[0].key])
-    orchestrator._health._workers.clear()  # no halvings
+    inside(orchestrator).health._workers.clear()  # no halvings
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
     assert len(worker.lease(6)) == 1  # two that another server does take no place
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(20.0)
@@ -432,7 +403,7 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
     Node(orchestrator, STRANGER).beat(problem="environment of a stranger")
     for one in (node, other):
         one.beat(problem=problem.format(7))
-    while rounds < 4 and not orchestrator._failure:
+    while rounds < 4 and not inside(orchestrator).failure:
         for one in (node, other):
             keys = [group.key for group in one.lease(6, wait_s=WAIT_S)]
             one.lease(0, returned=keys, problem=problem.format(rounds))
@@ -446,7 +417,7 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
             orchestrator.next_batch(1)
         assert 2 <= rounds <= 4
     else:
-        assert orchestrator._failure is None
+        assert inside(orchestrator).failure is None
 
 
 def test_strangers_that_give_groups_back_end_no_run(make, monkeypatch):
@@ -458,10 +429,10 @@ def test_strangers_that_give_groups_back_end_no_run(make, monkeypatch):
         node = Node(orchestrator, key)
         node.beat()
         if key is not KEY:
-            orchestrator._health._set_record(key.worker, 2)
+            give_record(orchestrator, key.worker, 2)
             (group,) = node.lease()
             node.lease(0, returned=[group.key], problem="environment toys: this text is free")
-    assert orchestrator._failure is None and not orchestrator.leases.give_backs._times  # no memory, either
+    assert inside(orchestrator).failure is None and not orchestrator.leases.give_backs._times  # no memory, either
 
 
 def test_leases_of_newcomers_take_no_samples_from_known_workers(make):
@@ -488,7 +459,7 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch)
     node.beat(problem="no disk")
     assert len(node.lease(2)) == 2
     Node(orchestrator, OTHER).beat()
-    orchestrator._health.remember([OTHER.worker], {}, [OTHER.worker])
+    inside(orchestrator).health.remember([OTHER.worker], {}, [OTHER.worker])
     reply = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker).ask("/nodes")
     fields = ("role", "state", "policy", "groups", "tokens_per_s", "problem")
     assert {row["key"]: [row[field] for field in fields] for row in reply["nodes"]} == {
@@ -498,9 +469,7 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch)
     }
     with monkeypatch.context() as patch:  # a scrape of /metrics counts the nodes without it, which is sorted
         patch.delattr(registry.Registry, "table")
-        assert orchestrator._metrics()["nodes"] == dict.fromkeys(
-            ("server_healthy", "worker_healthy", "worker_banned"), 1
-        )
+        assert orchestrator.nodes.counts() == dict.fromkeys(("server_healthy", "worker_healthy", "worker_banned"), 1)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         batch = pool.submit(orchestrator.next_batch, 1)
         operator = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker)
@@ -556,7 +525,7 @@ def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make
         begun_s = time.monotonic()
         for version in range(1, 9):
             orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
-            proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
+            proxy.wait_until(lambda version=version: inside(orchestrator).version == version)
         assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
     # It leaves without a wait for the reply to its last heartbeat, which waits for news.
     assert [row["state"] for row in orchestrator.nodes.table()] == ["gone"] and node._thread.is_alive()
@@ -589,7 +558,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     # No run is named, so the server joins the first that answers.
     node = membership.sign_in_server(orchestrator.url, stub, "http://s:1").__enter__()
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
-    proxy.wait_until(lambda: orchestrator._shared.version == 1)
+    proxy.wait_until(lambda: inside(orchestrator).version == 1)
     assert stub.updates == [(0, 1, "ab" * 32)] * 2 and stub.run == RUN.worker  # for which it signs
     (row,) = orchestrator.nodes.table()
     assert (row["running"], row["waiting"], row["kv_used"], row["problem"]) == (2, 3, 0.5, "")
@@ -601,7 +570,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     proxy.wait_until(lambda: "not signed in" in capsys.readouterr().err)
     again = make(mode="remote", server_keys=(SERVER.worker,), port=port)
     again.publish(timeline.Policy(1, 4))
-    proxy.wait_until(lambda: again._shared.version == 4)
+    proxy.wait_until(lambda: inside(again).version == 4)
     assert "signed in at" in capsys.readouterr().err and again.url == orchestrator.url
     stub.is_alive = False  # its scheduler ended, and workers were sent to it for ever
     proxy.wait_until(lambda: again.nodes.servers() == [] and "the scheduler ended" in capsys.readouterr().err)
@@ -645,10 +614,10 @@ def test_a_group_that_takes_ten_leases_by_a_worker_that_beats_stays_its_own(make
     for _ in range(30):
         time.sleep(0.1)
         assert node.beat([group.key for group in groups])["void"] == []
-    assert other.lease(6) == [] and orchestrator._take_counts()["trust/num_lease_expired"] == 0
+    assert other.lease(6) == [] and orchestrator.take_counts()["trust/num_lease_expired"] == 0
     assert sorted(map(tuple, node.beat([("train", 9, 27)])["void"])) == [("train", 9, 27)]
     node.beat(leaving=True)
-    assert len(other.lease(6)) == 6 and orchestrator._take_counts()["trust/num_lease_returned"] == 6
+    assert len(other.lease(6)) == 6 and orchestrator.take_counts()["trust/num_lease_returned"] == 6
     time.sleep(0.5)
     proxy.wait_until(lambda: orchestrator.leases.has_work())  # expired, although no worker asks
     assert len(other.lease(6, wait_s=WAIT_S)) == 6
@@ -660,7 +629,7 @@ def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(mak
     """D6: 32 leases of one outage of servers were 12 halvings of their worker's room."""
     orchestrator = make(server.url, lease_s=lease_s)
     orchestrator.publish(timeline.Policy(0, 0))
-    proxy.wait_until(lambda: orchestrator._shared.version == 0)
+    proxy.wait_until(lambda: inside(orchestrator).version == 0)
     begun_s, groups = time.monotonic(), Node(orchestrator, KEY).lease(6)
     assert len(groups) == 6
     server.is_up = not is_away
@@ -668,8 +637,8 @@ def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(mak
         proxy.wait_until(lambda: orchestrator.nodes.was_away(begun_s) == is_away)
         for group in groups:
             orchestrator.leases.lease(KEY.worker, 0, returned=[group.key])
-    proxy.wait_until(lambda: orchestrator._counts["lease_expired"] == 6)
-    assert orchestrator._health._of(KEY.worker).num_halvings == halvings
+    proxy.wait_until(lambda: inside(orchestrator).counts["lease_expired"] == 6)
+    assert marks(orchestrator, KEY.worker)["num_halvings"] == halvings
 
 
 def test_a_worker_that_starts_again_gets_its_groups_back_at_once_and_without_blame(make):
@@ -681,39 +650,46 @@ def test_a_worker_that_starts_again_gets_its_groups_back_at_once_and_without_bla
     again = node.lease(6, begun_us=6)
     assert {group.key for group in again} == {group.key for group in groups}
     assert node.lease(6, begun_us=5) == []  # the earlier one goes on: it takes nothing from the later
-    assert orchestrator._queue.num_leases(KEY.worker) == 6 and orchestrator._health._of(KEY.worker).num_halvings == 0
-    assert orchestrator._take_counts()["trust/num_lease_returned"] == 6
+    assert (
+        inside(orchestrator).queue.num_leases(KEY.worker) == 6 and marks(orchestrator, KEY.worker)["num_halvings"] == 0
+    )
+    assert orchestrator.take_counts()["trust/num_lease_returned"] == 6
 
 
 @pytest.mark.parametrize("by", [KEY, STRANGER], ids=["invited", "stranger"])
 def test_groups_of_a_reply_that_was_lost_go_to_the_next_request_without_blame(make, by):
     orchestrator = make()
     orchestrator.publish(timeline.Policy(0, 0))
-    orchestrator._health._set_record(STRANGER.worker, 7)
+    give_record(orchestrator, STRANGER.worker, 7)
     let_hold_many(orchestrator)
-    node, other, marks = Node(orchestrator, by), Node(orchestrator, OTHER), orchestrator._health.state()["workers"]
+    node, other, marks = (
+        Node(orchestrator, by),
+        Node(orchestrator, OTHER),
+        inside(orchestrator).health.state()["workers"],
+    )
     lost = {group.key for group in node.lease(4, begun_us=5, holding=[])}
     assert {group.key for group in node.lease(4, begun_us=5, holding=[])} == lost and len(lost) == 4
-    assert orchestrator._health.state()["workers"] == marks
+    assert inside(orchestrator).health.state()["workers"] == marks
     other.lease(0)
     kept = [*map(list, lost)][:3]
-    assert node.lease(0, begun_us=5) == []  # a request that does not tell, such as one of an earlier release
+    assert node.lease(0, begun_us=5) == []  # a request that does not list them
     assert node.lease(0, begun_us=5, holding=kept[:1], returned=kept[1:2]) == []
-    assert orchestrator._take_counts()["trust/num_lease_returned"] == 6
-    assert orchestrator._queue.held(by.worker) == [tuple(kept[0])] and len(other.lease(6)) == 5
+    assert orchestrator.take_counts()["trust/num_lease_returned"] == 6
+    assert inside(orchestrator).queue.held(by.worker) == [tuple(kept[0])] and len(other.lease(6)) == 5
 
 
 def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
     """While a server refused, a ledger showed 481 leases for 157 submissions."""
-    orchestrator = make()
+    now = clock.Clock()
+    orchestrator = make(clock=now)
     orchestrator.publish(timeline.Policy(0, 0))
     let_hold_many(orchestrator)
     key, leased = ("train", 1, 0), 0
-    begun_s = time.monotonic()
-    while time.monotonic() < begun_s + 2:
+    while now.now < 2:
+        now.now += 0.05
         for by in (KEY, OTHER):
             leased += key in {group.key for group in orchestrator.leases.lease(by.worker, 6)}
-            orchestrator.leases.lease(by.worker, 0, returned=orchestrator._queue.held(by.worker))
+            orchestrator.leases.lease(by.worker, 0, returned=inside(orchestrator).queue.held(by.worker))
     assert 3 <= leased <= 4  # after 0, 0, 0.5, 1, 2 s
 
 
@@ -768,7 +744,7 @@ def test_a_waiter_that_is_gone_gets_no_group(make):
     time.sleep(0.2)
     orchestrator.publish(timeline.Policy(0, 0))
     time.sleep(0.5)
-    assert orchestrator._queue.held(KEY.worker) == []
+    assert inside(orchestrator).queue.held(KEY.worker) == []
 
 
 def test_the_end_of_a_run_is_told_to_workers_that_wait_and_that_work(make):

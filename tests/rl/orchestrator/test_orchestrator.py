@@ -32,16 +32,19 @@ from rl.experiment import experiment
 from rl.ledger import environments, run_ledger, task_ranges
 from rl.ledger import events as ledger_events
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import shared, submissions
+from rl.orchestrator import submissions
 from rl.orchestrator.groups import give_backs, queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import noise_seed, task_schedule, timeline
+from rl.protocol import verdict as verdict_lib
+from rl.reporting import catalog
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
+from tests.support.orchestrators import inside, marks
 
 KEY, OTHER, STRANGER, RUN = (
     rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3, 4)
@@ -52,35 +55,6 @@ SECRET = b"secret"
 MOE = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_ffn_dim": 192}
 GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under seed 0: grain's shuffle of 2^30 tasks
 GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
-
-
-class Locked(orchestrator_lib.Orchestrator):
-    """Fails on `entries[key]` of its own, and on setting an attribute, without the lock that guards them."""
-
-    def __init__(self, *args, drawn=None, **options):
-        super().__init__(*args, **options)
-        self._shared.__class__ = LockedShared
-        self._queue.entries = LockedEntries()
-        self._queue.entries.is_owned = self._changed._is_owned
-        if drawn is not None:  # the numbers of the groups that are verified at any rate below 1
-            self._submissions._draw = lambda key: (key[2] not in drawn) * 0.999
-
-    def __setattr__(self, name, value):
-        is_free = not hasattr(self, "is_closing") or name in ("_web", "_thread", "is_closing")
-        assert is_free or self._changed._is_owned(), name
-        super().__setattr__(name, value)
-
-
-class LockedShared(shared.Shared):
-    def __setattr__(self, name, value):
-        assert self.changed._is_owned(), name
-        super().__setattr__(name, value)
-
-
-class LockedEntries(collections.OrderedDict):
-    def __getitem__(self, key):
-        assert self.is_owned(), key
-        return super().__getitem__(key)
 
 
 def resolve(**changes):
@@ -101,11 +75,14 @@ def config_of(**changes):
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, monkeypatch):
     made = []
 
     def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, has_shares=False, **changes):
-        """`check` returns the verdict on one group; KEY and OTHER are invited, and others are not."""
+        """`check` returns the verdict on one group; KEY and OTHER are invited, and others are not.
+
+        The hook `drawn` has the numbers of the groups that are verified at any rate below 1.
+        """
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
         if screen:
             hooks["check_group_without_weights"] = screen
@@ -113,15 +90,19 @@ def make(tmp_path):
             RUN, lambda groups: [*map(check, groups)]
         )
         hooks |= {"key": RUN, "verdicts": source}
-        made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
+        if (drawn := hooks.pop("drawn", None)) is not None:
+            number = lambda name: int(name.rpartition("/")[2])  # noqa: E731
+            monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: (number(name) not in drawn) * 0.999)
+        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
+        made[-1].config = exp.config
         if not has_shares:  # a worker may lease all groups at one time
-            made[-1]._share.room = lambda worker, num_held, num_unfinished, now_s: num_unfinished
-            made[-1]._share.is_late = lambda worker, since_s, now_s: False
+            inside(made[-1]).share.room = lambda worker, num_held, num_unfinished, now_s: num_unfinished
+            inside(made[-1]).share.is_late = lambda worker, since_s, now_s: False
         return made[-1]
 
     yield make
     for orchestrator in made:
-        orchestrator._submissions.close()
+        orchestrator.close()
 
 
 def publish(orchestrator, version, epoch=0):
@@ -144,24 +125,24 @@ def hand_in(orchestrator, rollouts):
 
 
 def entries(orchestrator):
-    return list(orchestrator._queue.entries.values())
+    return list(inside(orchestrator).queue.entries.values())
 
 
 def num_eligible(orchestrator):
-    return orchestrator._queue.count()[queue_entry.State.ELIGIBLE]
+    return inside(orchestrator).queue.count()[queue_entry.State.ELIGIBLE]
 
 
 def requeue(orchestrator, key):
-    with orchestrator._changed:
-        orchestrator._queue.requeue(key)
+    with orchestrator.locked:
+        inside(orchestrator).queue.requeue(key)
 
 
 def end_leases(orchestrator, *keys):
     """Ends the leases of these groups, or of all."""
-    with orchestrator._changed:
-        for key in keys or [*orchestrator._queue.entries]:
-            for worker in [*orchestrator._queue.entries[key].leases]:
-                orchestrator._queue.give_back(key, worker)
+    with orchestrator.locked:
+        for key in keys or [*inside(orchestrator).queue.entries]:
+            for worker in [*inside(orchestrator).queue.entries[key].leases]:
+                inside(orchestrator).queue.give_back(key, worker)
 
 
 def held_out_is_open(orchestrator):
@@ -174,7 +155,7 @@ def lease(orchestrator, capacity=100, key=KEY):
 
 def scheduled(orchestrator, step):
     """The groups of a step as they are leased in epoch 0."""
-    return [dataclasses.replace(g, epoch=0) for g in task_schedule.train_groups(orchestrator._config, step)]
+    return [dataclasses.replace(g, epoch=0) for g in task_schedule.train_groups(orchestrator.config, step)]
 
 
 def later(function, *args):
@@ -307,7 +288,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
     end_leases(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
-    assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
+    assert orchestrator.take_counts()["trust/num_lease_expired"] == 3
     # The first worker is late, and the group still needs its answer; the second's counts for nothing, and against no one.
     assert submit(orchestrator, answers(first[0])) == "accepted"
     assert submit(orchestrator, answers(first[0]), OTHER) == "spare"
@@ -350,7 +331,7 @@ def test_what_is_refused_and_leased_again(make, name):
     assert num_eligible(orchestrator) == 0
     assert lease(orchestrator) == [groups[0]]
     assert submit(orchestrator, answers(groups[0])) == "accepted" and num_eligible(orchestrator) == 1
-    counts = orchestrator._take_counts()
+    counts = orchestrator.take_counts()
     assert counts["trust/num_refused"] == len(change(answers(groups[0]))) and counts["trust/num_accepted"] == 2
     assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
 
@@ -360,7 +341,7 @@ def test_groups_are_shared_and_the_idle_worker_backs_up_the_late_one(make):
     publish(orchestrator, 0)
     first = lease(orchestrator)
     assert lease(orchestrator, key=OTHER), "no other worker was known when the first took all groups"
-    both = [key for key, e in orchestrator._queue.entries.items() if len(e.leases) == 2]
+    both = [key for key, e in inside(orchestrator).queue.entries.items() if len(e.leases) == 2]
     assert len(both) > 1 and orchestrator.leases.has_work()
     group = next(group for group in first if group.key == both[0])
     assert submit(orchestrator, answers(group, epoch=0), OTHER) in ("quarantined", "accepted")
@@ -370,8 +351,8 @@ def test_groups_are_shared_and_the_idle_worker_backs_up_the_late_one(make):
     assert submit(orchestrator, answers(group, epoch=0), OTHER) in ("quarantined", "accepted")
     orchestrator.leases.lease(KEY.worker, 0, returned=both[1:2])
     checked(orchestrator)
-    assert KEY.worker not in orchestrator._health.state()["workers"]  # neither is held against it
-    assert not orchestrator._health._pauses  # nor against the group: its work was done
+    assert KEY.worker not in inside(orchestrator).health.state()["workers"]  # neither is held against it
+    assert not inside(orchestrator).health._pauses  # nor against the group: its work was done
 
 
 def test_any_number_of_bad_spares_ends_no_run(make):
@@ -382,13 +363,13 @@ def test_any_number_of_bad_spares_ends_no_run(make):
     publish(orchestrator, 0)
     (group,) = lease(orchestrator, 1)
     assert submit(orchestrator, answers(group)) == "quarantined"
-    with orchestrator._changed:
-        spare = queue_entry.Lease(group, OTHER.worker, 0.0, 0.0), answers(group)[:1], "0" * 64
-        orchestrator._queue.entries[group.key].spares += [spare] * 1000
+    with orchestrator.locked:
+        spare = queue_entry.HeldLease(group, OTHER.worker, 0.0, 0.0), answers(group)[:1], "0" * 64
+        inside(orchestrator).queue.entries[group.key].spares += [spare] * 1000
     go_on.set()
     checked(orchestrator)
-    assert orchestrator._failure is None and entries(orchestrator)[0].state is queue_entry.State.OPEN
-    assert orchestrator._counts["refused_samples"] == 1000
+    assert inside(orchestrator).failure is None and entries(orchestrator)[0].state is queue_entry.State.OPEN
+    assert inside(orchestrator).counts["refused_samples"] == 1000
 
 
 def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
@@ -423,7 +404,7 @@ def test_what_was_not_leased_or_is_there_already(make):
     blocked = threading.Event()
     orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and checks.OK, trust__min_rate=1.0)
     publish(orchestrator, 0)
-    unleased = task_schedule.train_groups(orchestrator._config, 1)[0]
+    unleased = task_schedule.train_groups(orchestrator.config, 1)[0]
     assert submit(orchestrator, answers(unleased)).startswith("refused: not leased")
     group = lease(orchestrator, 1)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
@@ -432,9 +413,9 @@ def test_what_was_not_leased_or_is_there_already(make):
     checked(orchestrator)
     assert num_eligible(orchestrator) == 1
     assert submit(orchestrator, answers(group)).startswith("refused: not leased")
-    beyond = task_schedule.train_groups(orchestrator._config, 5)[0]  # not open yet
+    beyond = task_schedule.train_groups(orchestrator.config, 5)[0]  # not open yet
     assert submit(orchestrator, answers(beyond)).startswith("refused: not leased")
-    assert orchestrator._take_counts()["trust/num_unleased"] == 8
+    assert orchestrator.take_counts()["trust/num_unleased"] == 8
     assert group not in lease(orchestrator)
 
 
@@ -473,7 +454,7 @@ def test_a_long_wait_is_told(make, monkeypatch):
     batch = later(orchestrator.next_batch, 1)
     without = "0 wait for a verdict; no server can be used: no server has signed in"
     proxy.wait_until(lambda: any(line.endswith(without) for line in lines))
-    orchestrator._open(timeline.Policy(0, 0))
+    orchestrator.nodes.on_served(timeline.Policy(0, 0))
     groups = lease(orchestrator)
     for group in groups[1:]:
         submit(orchestrator, answers(group))
@@ -581,9 +562,9 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         ledger.resumed(0)  # after a checkpoint without the catch
         again = make(hooks={"ledger": ledger}, trust__max_attempts=2)
         again.resume(0)
-        assert [again._health.rate(key.worker) == 1 for key in (KEY, OTHER)] == [True, False]
-        again._health.rejected(KEY.worker, ("train", 1, 0), 0.0, is_fault=False)
-        assert again._health.is_banned(KEY.worker)
+        assert [inside(again).health.rate(key.worker) == 1 for key in (KEY, OTHER)] == [True, False]
+        inside(again).health.rejected(KEY.worker, ("train", 1, 0), 0.0, is_fault=False)
+        assert inside(again).health.is_banned(KEY.worker)
     found = ledgers.verify(tmp_path / "ledger.db", keeper=RUN.worker)
     assert found.error is None, found
 
@@ -600,8 +581,10 @@ def test_a_group_that_outlives_the_weights_of_its_version_in_quarantine_is_made_
     orchestrator = make(check=check, hooks={"drawn": {0}}, rl__batch="first", rl__max_lag=1, rl__max_off_policy=1)
     publish(orchestrator, 0)
     old = lease(orchestrator)
-    with orchestrator._changed:
-        (copy,) = orchestrator._queue.lease(OTHER.worker, 1, math.inf, is_late=lambda lease: lease.group == old[0])
+    with orchestrator.locked:
+        (copy,) = inside(orchestrator).queue.lease(
+            OTHER.worker, 1, math.inf, is_late=lambda lease: lease.group == old[0]
+        )
     assert [submit(orchestrator, answers(group)) for group in old] == ["quarantined"] + 5 * ["accepted"]
     assert submit(orchestrator, answers(copy), OTHER) == "spare"
     assert orchestrator.next_batch(1).metrics["trust/num_stale"] == 0
@@ -618,7 +601,7 @@ def test_a_group_that_outlives_the_weights_of_its_version_in_quarantine_is_made_
     batch = orchestrator.next_batch(3)
     assert batch.groups[0][0].task.group == 0 and asked == [0, 0]
     assert batch.metrics["trust/num_refused"] == 0 and not any(
-        orchestrator._health._of(key.worker).num_halvings for key in (KEY, OTHER)
+        marks(orchestrator, key.worker)["num_halvings"] for key in (KEY, OTHER)
     )
 
 
@@ -643,7 +626,7 @@ def test_a_caught_workers_work_that_no_batch_may_have_is_not_asked_about(make):
     checked(orchestrator)
     again = {group.key: group for group in lease(orchestrator, key=OTHER)}
     assert again[groups[8].key].min_version == 1
-    assert orchestrator._queue.drops["stale"] == 1 and orchestrator._failure is None
+    assert inside(orchestrator).queue.drops["stale"] == 1 and inside(orchestrator).failure is None
 
 
 @pytest.mark.parametrize("verdict", [verdict_case.UNDECIDED, checks.Verdict("newcomer", "on probation")])
@@ -653,8 +636,10 @@ def test_a_group_that_is_void_by_its_verdict_is_no_fault_of_its_worker(make, ver
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
     checked(orchestrator)
-    assert lease(orchestrator) == [group] and orchestrator._health.state()["workers"] == {}  # no fault of the worker
-    counts = orchestrator._take_counts()
+    assert (
+        lease(orchestrator) == [group] and inside(orchestrator).health.state()["workers"] == {}
+    )  # no fault of the worker
+    counts = orchestrator.take_counts()
     assert counts[f"trust/num_{verdict.reason}"] == 2
     assert counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
 
@@ -669,9 +654,9 @@ def test_a_doubt_has_all_groups_of_a_node_replayed_without_blame(make):
     checked(orchestrator)
     assert submit(orchestrator, answers(groups[1])) == "quarantined"
     checked(orchestrator)
-    counts = orchestrator._take_counts()
+    counts = orchestrator.take_counts()
     assert counts["trust/num_called_back"] == 2 and counts["trust/num_checked"] == 4
-    assert counts["trust/num_refused"] == 0 and not orchestrator._health.is_banned(KEY.worker)
+    assert counts["trust/num_refused"] == 0 and not inside(orchestrator).health.is_banned(KEY.worker)
 
 
 def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, monkeypatch):
@@ -773,7 +758,7 @@ def test_training_goes_on_during_an_evaluation_of_one_version(make):
     assert evaluated.result(WAIT_S) == []  # after hold_s
     ((name, late),) = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in answers(held_out[1], 0)]).items()
     assert (name, late[:19]) == ("held_out/0/1", "refused: not leased")
-    assert orchestrator._failure is None and not held_out_is_open(orchestrator)
+    assert inside(orchestrator).failure is None and not held_out_is_open(orchestrator)
 
 
 def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
@@ -802,7 +787,7 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     (other,) = lease(orchestrator, key=OTHER)
     assert list(post(answers(other), OTHER).json()["verdicts"].values()) == ["taken"]
     (budget,) = {orchestrator._web.config.app.state.body_budget}
-    proxy.wait_until(lambda: orchestrator._queue.count()[queue_entry.State.LEASED] == 0 and not budget.used)
+    proxy.wait_until(lambda: inside(orchestrator).queue.count()[queue_entry.State.LEASED] == 0 and not budget.used)
     (refused,) = post(answers(groups[0]), KEY).json()["verdicts"].values()
     assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
     go_on.set()
@@ -860,7 +845,7 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     batch = orchestrator.next_batch(1)
     assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 4]]
     assert batch.groups[0][1].rewards == {"reward": 0.0, "style": 0.0} and batch.metrics["trust/num_given_up"] == 3
-    assert batch.metrics["rollout/reward"] == pytest.approx(19 / 6) and orchestrator._failure is None
+    assert batch.metrics["rollout/reward"] == pytest.approx(19 / 6) and inside(orchestrator).failure is None
     kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
 
@@ -872,7 +857,7 @@ def test_a_worker_that_is_refused_too_often_ends_no_run(make):
     for _ in range(2):
         (group,) = lease(orchestrator, 1)
         assert submit(orchestrator, answers(group, temperature=0.3)).startswith("refused: temperature")
-    assert lease(orchestrator) == [] and orchestrator._failure is None
+    assert lease(orchestrator) == [] and inside(orchestrator).failure is None
     (row,) = orchestrator.table()
     found = "2 rejected groups; the last, group 0 of step 1: temperature: exp"
     assert row["state"] == "banned" and row["problem"].startswith(found)
@@ -905,7 +890,9 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     publish(second, 1)
     assert lease(second, 1, OTHER)
     assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
-    assert lease(second) == [] and second._failure is None and lease(second, key=OTHER)  # the run continues with others
+    assert (
+        lease(second) == [] and inside(second).failure is None and lease(second, key=OTHER)
+    )  # the run continues with others
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
     waiting = later(second.next_batch, 2)
     proxy.wait_until(lambda: lines)
@@ -929,7 +916,7 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
     assert submit(orchestrator, answers(lease(orchestrator)[0])) == "quarantined"
     with pytest.raises(ValueError, match=message):
         waiting.result(WAIT_S)
-    assert not orchestrator._take_counts()["trust/num_refused"]
+    assert not orchestrator.take_counts()["trust/num_refused"]
 
 
 # ---- servers ---------------------------------------------------------------------------------------------------------
@@ -1006,7 +993,7 @@ def test_an_environment_that_no_worker_can_make_is_left_out_of_a_mixture(make, t
             assert [group[0].task.env for group in batch.groups] == ["good"] * sizes[1]
             notices = [line for line in lines if line.startswith("left out from now on: bad, 33% of the groups")]
             assert len(notices) == 1 and re.search(r"The reason: environment bad: task \d+ has no data$", notices[0])
-            assert orchestrator._failure is None
+            assert inside(orchestrator).failure is None
             ledger.flush()
             ledger.resumed(1)
             again = make(hooks=hooks, **mixture, **options)
@@ -1153,14 +1140,14 @@ def test_held_out_tasks_follow_the_next_batch_and_are_kept_apart(make):
         assert submit(orchestrator, answers(group)) == "accepted"  # not checked
     results = waiting.result(WAIT_S)
     assert [[r.task.index for r in task] for task in results] == [[0], [1]]
-    assert orchestrator._take_counts()["trust/num_accepted"] == 0 and num_eligible(orchestrator) == 0
+    assert orchestrator.take_counts()["trust/num_accepted"] == 0 and num_eligible(orchestrator) == 0
 
     publish(orchestrator, 4)
     waiting = later(orchestrator.evaluate, 3)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
     group = next(group for group in lease(orchestrator) if group.split == "held_out")
     assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: ")
-    for group in lease(orchestrator, 1) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:
+    for group in lease(orchestrator, 1) + [task_schedule.held_out_groups(orchestrator.config, 3)[1]]:
         assert submit(orchestrator, answers(group, 3)) == "accepted"  # not by version 4, which servers have by now
     assert len(waiting.result(WAIT_S)) == 2
 
@@ -1173,13 +1160,13 @@ def test_the_routes(make):
     orchestrator = make(topology__mode="remote", **there, topology__workers=(KEY.worker,), hooks={"invited": ()})
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
         run = http.get("/run").json()["run"]
-        options = orchestrator._config.env.options.to_dict()
+        options = orchestrator.config.env.options.to_dict()
         digest = envs.digest("reverse_text", options)
         episodes = {"max_calls": 1, "max_episode_tokens": 0, "thinking": "keep"}
         assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0, "digest": digest} | episodes
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
-        assert run["chat_template_kwargs"] == orchestrator._config.chat_template_kwargs.to_dict()
+        assert run["chat_template_kwargs"] == orchestrator.config.chat_template_kwargs.to_dict()
         assert run["servers"] == [] and run["step"] == -1
         publish(orchestrator, 0)
         assert http.get("/run").json()["run"] == run | {"step": 0, "policy": {"epoch": 0, "version": 0, "digest": ""}}
@@ -1187,7 +1174,7 @@ def test_the_routes(make):
         assert moe.describe()["router_replay"] and not run["router_replay"]
 
         session = signed_http.session(http)
-        assert session.run == orchestrator._key.worker
+        assert session.run == RUN.worker
         differs = http.post("/lease", json=signed_http.lease_body(KEY, session, env_digest="0" * 64))
         words = (
             f"your environment reverse_text has the digest {'0' * 16}, and that of the run {digest[:16]}; get the run's"
@@ -1202,7 +1189,7 @@ def test_the_routes(make):
 
         reply = http.post("/lease", json=good).json()
         assert signed_message.is_signed(session.run, reply) and reply["request"] == good["signature"]
-        groups = [task_schedule.Group(**group) for group in reply["groups"]]
+        groups = [lease_lib.Lease.from_json(group) for group in reply["groups"]]
         assert groups == scheduled(orchestrator, 1)[:2]
         stranger = http.post("/lease", json=signed_http.lease_body(STRANGER, session))
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
@@ -1242,7 +1229,7 @@ def test_a_full_disk_ends_the_run_and_leaves_its_workers_an_answer(make, caplog)
         publish(orchestrator, 0)
         session = signed_http.session(http)
         reply = http.post("/lease", json=signed_http.lease_body(KEY, session, 2)).json()
-        groups = [task_schedule.Group(**group) for group in reply["groups"]]
+        groups = [lease_lib.Lease.from_json(group) for group in reply["groups"]]
         body = parquet.to_bytes([rollout_lib.sign(r, KEY) for group in groups for r in answers(group)])
         reply = http.post("/submit", **signed_http.submission(KEY, session, body))
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, "ledger.db cannot be written")

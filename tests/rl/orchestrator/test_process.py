@@ -24,7 +24,7 @@ from rl.experiment import experiment
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from rl.protocol import lease as lease_lib
-from rl.protocol import registry, task_schedule, timeline
+from rl.protocol import registry, timeline
 from tests.support import forger as forger_lib
 from tests.support import ledgers, signed_http, tiny_run
 
@@ -103,7 +103,7 @@ class Run:
     def _answer(self, http, at, forger, key, pause_s=0.0):
         reply = http.post("/lease", json=signed_http.lease_body(key, at, 2, wait_s=1.0)).raise_for_status().json()
         time.sleep(pause_s)
-        for group in [task_schedule.Group(**group) for group in reply["groups"]]:
+        for group in [lease_lib.Lease.from_json(group) for group in reply["groups"]]:
             name = (group.epoch, *group.key)
             if name in self.acknowledged and key is WORKER:
                 self.again.append(name)

@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from inference.rollouts import parquet
+from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import timeline
 from rl.verification import checks
 from tests.support import killed as killed_lib
@@ -67,7 +68,10 @@ def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate)
     third.ledger.flush()
     assert ledgers.verify(third.path / "ledger.db").error is None
     kept = {len(parquet.read(path)) for path in third.path.glob("rollouts/step_*/accepted.parquet")}
-    assert kept == {6} and third.orchestrator._log.steps() == [2, 3]
+    assert kept == {6} and sorted(path.name for path in third.path.glob("rollouts/open/*.log")) == [
+        "step_2.log",
+        "step_3.log",
+    ]
 
 
 def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
@@ -92,10 +96,11 @@ def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
 
 
 def test_a_checkpoint_without_the_groups_that_were_taken_is_refused(start):
-    """The batches of an earlier release took the first groups, which is true of "prescribed" ones only."""
-    start().orchestrator.resume(2, {"standing": {"workers": {}, "expired_with": []}})
+    """Only batches of "prescribed" groups are known to have taken the first ones."""
+    marks = {"workers": {}, "expired_with": []}
+    start().orchestrator.resume(2, {"standing": marks, "servers": marks})
     with pytest.raises(ValueError, match="step 2 lacks the groups that its batches took; resume from another"):
-        start(rl={"batch": "first"}).orchestrator.resume(2, {"standing": {"workers": {}, "expired_with": []}})
+        start(rl={"batch": "first"}).orchestrator.resume(2, {"standing": marks, "servers": marks})
 
 
 def test_work_of_an_earlier_epoch_is_made_again(start):
@@ -108,15 +113,19 @@ def test_work_of_an_earlier_epoch_is_made_again(start):
     assert second.batch(1)
 
 
-def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(start):
-    first = begun(start())
+def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(start, monkeypatch):
+    def screen(rollouts, split):
+        is_bad = rollouts[0].task.group == 2
+        return (checks.Verdict("prompt", "bad"), {}) if is_bad else killed_lib.screened(rollouts, split)
+
+    first = begun(start(check_group_without_weights=screen))
     first.answer(2)
     (third,) = first.orchestrator.leases.lease(KEY.worker, 1)
     bad = [rollout_lib.sign(r, KEY) for r in answers(third)]
-    first.orchestrator._submissions.verdicts.ask = lambda *_: None  # killed before any verdict
-    first.orchestrator._submissions.check_group_without_weights = lambda *_: (checks.Verdict("prompt", "bad"), {})
-    (reply,) = first.orchestrator.submit(parquet.decode(parquet.to_bytes(bad))).values()
-    assert reply.result(WAIT_S).startswith("refused")
+    with monkeypatch.context() as patch:
+        patch.setattr(verdict_collector.VerdictCollector, "ask", lambda *_: None)  # killed before any verdict
+        (reply,) = first.orchestrator.submit(parquet.decode(parquet.to_bytes(bad))).values()
+        assert reply.result(WAIT_S).startswith("refused")
     second = start(killed=first)
     second.resume(0, timeline.Policy(4, 0))
     validators.settled(second.orchestrator)
@@ -128,7 +137,7 @@ def test_a_log_that_lacks_the_ledgers_batch_is_refused(start):
     first.answer(3)
     first.batch(1)
     second = start(killed=first)
-    second.orchestrator._log.remove(1)
+    (second.path / "rollouts" / "open" / "step_1.log").unlink()
     with pytest.raises(ValueError, match="batch 1 is in the ledger, and 3 of its groups are not in"):
         second.resume(0, timeline.Policy(4, 0))
 
@@ -139,11 +148,12 @@ def test_groups_whose_rows_were_changed_between_two_starts_are_made_again(start)
     first.answer(2)
     validators.settled(first.orchestrator)
     second = start(killed=first)
-    log = second.orchestrator._log
+    log = row_log.RowLog(second.path / "rollouts" / "open")
     records = [*log.read(1)]
     log.remove(1)
     for head, rows in records:
         changed = [dataclasses.replace(r, tokens=np.where(r.tokens == 20, 7, r.tokens)) for r in rows.rollouts]
         log.append(1, head, parquet.decode(parquet.to_bytes(changed))).result(WAIT_S)
+    log.close()
     second.resume(0, timeline.Policy(4, 0))
     assert second.answer(9) == [0, 1, 2, 3, 4, 5]

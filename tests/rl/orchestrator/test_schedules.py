@@ -15,8 +15,9 @@ import pytest
 
 from rl.orchestrator import work_share
 from rl.orchestrator.groups import batches as batches_lib
-from rl.orchestrator.groups import group_queue, queue_index
+from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Delivery, State
+from rl.protocol import lease as lease_lib
 from rl.protocol import registry, task_schedule
 from rl.protocol.timeline import Policy
 
@@ -81,7 +82,7 @@ class World:
             assert max(numbers, default=0) // P - lag <= self.published, "a batch opens too early"
         assert not {*numbers} & self.recorded, "a group that the ledger has as dropped is opened again"
         fields = [(1 + n // P, n, "train", n, n, 2, 1.0, low) for n, low in zip(numbers, oldest, strict=True)]
-        return [task_schedule.Group(*one) for one in fields]
+        return [lease_lib.Lease(*one) for one in fields]
 
     # ---- workers and servers
 
@@ -111,7 +112,7 @@ class World:
         if not groups:
             groups = self.queue.lease(worker, room, is_late=self.is_late, **until)
         for group in groups:
-            assert len(self.queue.entries[group.key].leases) <= queue_index.MAX_HOLDERS
+            assert len(self.queue.entries[group.key].leases) <= queue_entry.MAX_HOLDERS
             assert (group.epoch, group.version) == (self.epoch, pin)
             assert group.min_version >= min(self.loaded, self.step - self.rule.max_off_policy), (
                 "stale when it is leased"

@@ -17,9 +17,11 @@ from rl.orchestrator import submissions, worker_health
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import registry, task_schedule, timeline
+from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
 from tests.support import proxy, validators
 from tests.support.groups import answers
+from tests.support.orchestrators import inside, marks
 
 RUN, WORKER, LIAR, HONEST, OWN = (rollout_lib.WorkerKey.generate() for _ in range(5))
 POLICY = timeline.Policy(7, 0)
@@ -60,7 +62,8 @@ def started(tmp_path, monkeypatch):
     config.rl.update(prompts_per_step=P, samples_per_prompt=2, num_steps=3, max_lag=0)
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
     exp = experiment.resolve(config)
-    monkeypatch.setattr(submissions.Submissions, "_draw", lambda self, key: 0.999 * (key[2] % P != 0))
+    number = lambda name: int(name.rpartition("/")[2])  # noqa: E731
+    monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: 0.999 * (number(name) % P != 0))
     may_judge = threading.Event()
 
     def judge(groups):
@@ -89,7 +92,7 @@ def started(tmp_path, monkeypatch):
         on_wait=found.append,
     )
     ledger.on_failure = run.fail
-    run.lines, run.config, run.may_judge = found, exp.config, may_judge
+    run.lines, run.config, run.may_judge, run.ledger = found, exp.config, may_judge, ledger
     ledger.resumed(0)
     run.resume(0)
     ledger.published(POLICY.version, "0" * 64, POLICY.epoch)
@@ -98,11 +101,10 @@ def started(tmp_path, monkeypatch):
         url = f"http://server{number}"
         run.nodes.add(url, "http://127.0.0.1:9", key=key)
         run.nodes.beat(url, "server", registry.Report(url, POLICY), 0.0)
-    run._open(POLICY)
+    run.nodes.on_served(POLICY)
     with ledger:
         yield run
-        run._submissions.close()
-        run._log.close()
+        run.close()
 
 
 def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
@@ -121,14 +123,18 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     assert {*run.describe()["server_keys"].values()} == {LIAR.worker, HONEST.worker}
     assert hand_in(run, LIAR) == ["quarantined"] + ["accepted"] * (P - 1)
     # All of it was called back, and is void.
-    proxy.wait_until(lambda: run._queue.count()[queue_entry.State.OPEN] == P)
+    proxy.wait_until(lambda: inside(run).queue.count()[queue_entry.State.OPEN] == P)
     with pytest.raises(ValueError, match="make another key"):  # the ledger takes no lease of it: the run ended
         run.leases.lease(LIAR.worker, 1)
-    assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
-    assert "gets no more work" in run.lines[-1] and not run._failure
-    assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
-    assert run._health._of(WORKER.worker).num_halvings == 0
-    assert run._counts["refused"] == 0 and run._counts["server_faults"] == 2 * P
+    assert inside(run).servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {
+        "http://server1": HONEST.worker
+    }
+    assert "gets no more work" in run.lines[-1] and not inside(run).failure
+    assert (
+        not inside(run).health.is_banned(WORKER.worker) and inside(run).health.rate(WORKER.worker) < 0.9
+    )  # not even a suspect
+    assert marks(run, WORKER.worker)["num_halvings"] == 0
+    assert inside(run).counts["refused"] == 0 and inside(run).counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
     batch = run.next_batch(1)
     assert batch.metrics["trust/num_server_faults"] == 2 * P and len(batch.groups) == P
@@ -140,14 +146,14 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
 def test_a_restart_without_a_checkpoint_forgives_no_server(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch) as run:
         hand_in(run, LIAR, 1)
-        assert run._servers.state()["workers"][LIAR.worker]["num_rejected"] == 1 and not run._failure
+        assert inside(run).servers.state()["workers"][LIAR.worker]["num_rejected"] == 1 and not inside(run).failure
     with started(tmp_path, monkeypatch) as run:
         assert hand_in(run, LIAR) == ["quarantined"] * P  # it is a suspect
-        proxy.wait_until(lambda: run._servers.is_banned(LIAR.worker))
+        proxy.wait_until(lambda: inside(run).servers.is_banned(LIAR.worker))
     with started(tmp_path, monkeypatch) as run:
         assert run.describe()["server_keys"] == {"http://server1": HONEST.worker}
-        assert run._ledger.ejected_workers == {LIAR.worker} and WORKER.worker not in run._ledger.refusals
-        assert LIAR.worker not in run._health.state()["workers"] and not run._failure
+        assert run.ledger.ejected_workers == {LIAR.worker} and WORKER.worker not in run.ledger.refusals
+        assert LIAR.worker not in inside(run).health.state()["workers"] and not inside(run).failure
 
 
 def mixed(rollouts):
@@ -206,9 +212,9 @@ def asked(**settings):
 )
 def test_a_worker_that_forges_cannot_blame_a_server(run, change, reason):
     hand_in(run, HONEST, 1, change)  # group 0, which is replayed
-    proxy.wait_until(lambda: run._counts[f"refused_{reason}"] == 1, what=dict(run._counts))
-    assert run._counts["server_faults"] == 0 and run._servers.state()["workers"] == {}
-    assert run._health.rate(WORKER.worker) == 1.0  # a suspect
+    proxy.wait_until(lambda: inside(run).counts[f"refused_{reason}"] == 1, what=dict(inside(run).counts))
+    assert inside(run).counts["server_faults"] == 0 and inside(run).servers.state()["workers"] == {}
+    assert inside(run).health.rate(WORKER.worker) == 1.0  # a suspect
 
 
 @pytest.mark.parametrize(
@@ -253,13 +259,13 @@ def test_a_group_is_replayed_at_the_larger_rate_of_its_worker_and_its_server(run
 
     def answering(rollouts):
         entry = queue_entry.Entry(None, worker=WORKER.worker, rollouts=rollouts)
-        return [name for _, name in run._submissions.answering(entry)]
+        return [name for _, name in submissions.answering(inside(run), entry)]
 
     assert answering(by[HONEST]) == [WORKER.worker, HONEST.worker]
     mixed = [by[HONEST][0], by[LIAR][1]]  # the worker's alone: it chose to mix
     assert answering(by[OWN]) == answering(group) == answering(mixed) == [WORKER.worker]
-    assert not run._health.invited & run._servers.invited
-    run._servers.rejected(LIAR.worker, ("train", 1, 0), 0.0, is_fault=True)
+    assert not inside(run).health.invited & inside(run).servers.invited
+    inside(run).servers.rejected(LIAR.worker, ("train", 1, 0), 0.0, is_fault=True)
     assert hand_in(run, HONEST, 2) == ["quarantined", "accepted"] and hand_in(run, LIAR, 2) == ["quarantined"] * 2
 
 

@@ -13,7 +13,7 @@ from rl.orchestrator import work_share
 from rl.orchestrator.groups import batches as batches_lib
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import State
-from rl.protocol import task_schedule
+from rl.protocol import lease as lease_lib
 
 LEASE_S = 120.0
 
@@ -27,7 +27,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
     queue, share = group_queue.GroupQueue(), work_share.WorkShare(LEASE_S)
 
     def make_groups(numbers, version):
-        return [task_schedule.Group(1 + n // num_groups, n, "train", n, n, 1, 1.0, 0) for n in numbers]
+        return [lease_lib.Lease(1 + n // num_groups, n, "train", n, n, 1, 1.0, 0) for n in numbers]
 
     rule = batches_lib.BatchRule(prompts_per_step=num_groups, num_steps=num_steps, max_lag=max_lag)
     batches = batches_lib.Batches(rule, queue, make_groups)

@@ -73,9 +73,6 @@ def test_marks_against_a_worker_outlive_a_restart():
     # The ledger may know less than the checkpoint, or more.
     again.remember(["bad", "new", "gone"], {"bad": 1, "new": 1}, ["gone"])
     assert again.is_banned("bad") and again.is_banned("gone") and again.rate("new") == 1 != again.is_banned("new")
-    # Earlier versions.
-    health.restore({"workers": {"old": [2, True, 0], "new": {"num_rejected": 1}}, "expired_with": []})
-    assert health.rate("old") == 1 and health.state()["workers"]["new"] == UNMARKED | {"num_rejected": 1}
     assert room(again, "slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
     reject(again, "shady", is_fault=False)
     reject(again, "shady", is_fault=False)

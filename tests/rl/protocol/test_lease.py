@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -200,3 +201,12 @@ def test_a_workers_own_clock_is_right_after_a_sleep(monkeypatch):
     ):
         verifier._clock = lambda: now_s - 3600
         verifier.verify(signed_http.lease_body(KEY, SESSION), "lease")
+
+
+def test_a_lease_that_lacks_a_field_or_has_it_in_another_form_is_refused():
+    sent = lease.Lease(3, 7, "train", 12, seed=5, num_samples=4, temperature=0.8, min_version=1, env="sums").to_json()
+    assert lease.Lease.from_json(json.loads(json.dumps(sent))).to_json() == sent
+    assert lease.Lease.from_json(sent | {"temperature": 1, "later": 2}).temperature == 1
+    for body in (None, [], *({**sent, name: None} for name in sent), sent | {"seed": 5.0}, sent | {"version": True}):
+        with pytest.raises(ValueError, match="which this worker cannot read; use the release of the orchestrator"):
+            lease.Lease.from_json(body)

@@ -9,13 +9,13 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from models.text import tokenizer as tokenizer_lib
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.traces import episodes
 from tests.support import commands, groups
 
 TOK = tokenizer_lib.byte_chatml()
 KEY = rollout_lib.WorkerKey.generate()
-GROUP = task_schedule.Group(3, 7, "train", 11, 5, 2, 1.0, 2)
+GROUP = lease.Lease(3, 7, "train", 11, 5, 2, 1.0, 2)
 
 
 def two_turns():

@@ -20,7 +20,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.validator import service as service_lib
 from rl.validator import state
 from rl.validator import status as validator_status
@@ -33,7 +33,7 @@ G, STAKE, SLASH, WAIT_S = 4, 100, 30, 60
 
 
 def prescribed(step, number):
-    return task_schedule.Group(step, number, "train", number, 0, G, 1.0, max(0, step - 2))
+    return lease.Lease(step, number, "train", number, 0, G, 1.0, max(0, step - 2))
 
 
 BANDS = sequential_test.Bands(margin=0.1, logprob=0.1, proof=0.1, shape=0.1)

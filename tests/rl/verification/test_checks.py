@@ -17,7 +17,7 @@ from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from rl.batch import router_replay
 from rl.envs.scoring import scorer
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.validator import status
 from rl.verification import checks, replay, seen_set, sequential_test, verifier
 from rl.verification import rules as rules_lib
@@ -31,7 +31,7 @@ PROMPT = [5, 6, 7]
 
 def groups(step):
     return [
-        task_schedule.Group(
+        lease.Lease(
             step=step,
             group=10 * step + i,
             split="train",

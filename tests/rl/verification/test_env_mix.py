@@ -11,7 +11,6 @@ from inference.rollouts import rollout as rollout_lib
 from models.text import tokenizer as tokenizer_lib
 from rl import worker
 from rl.experiment import experiment
-from rl.orchestrator import orchestrator
 from rl.protocol import env_mix
 from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
@@ -128,7 +127,7 @@ def test_rules_of_one_environment_are_unchanged():
 def test_a_worker_loads_the_environments_that_the_run_describes(exp, tmp_path):
     """Names, options, digests, and lengths arrive as the orchestrator sends them; a changed digest or name is refused."""
     entries = env_mix.entries(exp.config)
-    own = {key: {name: getattr(one, name) for name in orchestrator.SENT} for key, one in entries.items()}
+    own = {key: {name: getattr(one, name) for name in env_mix.SENT} for key, one in entries.items()}
     body = {
         "env": {"name": "digits, letters", "digest": exp.config.env.digest, "options": {}, "seed": 0},
         "envs": own,

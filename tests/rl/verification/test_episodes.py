@@ -23,7 +23,7 @@ from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
 from rl.experiment import experiment
-from rl.protocol import noise_seed, task_schedule
+from rl.protocol import lease, noise_seed, task_schedule
 from rl.verification import checks, episodes, verifier
 from tests.support import episodes as episodes_lib
 from tests.support import groups, tiny, turn_envs
@@ -83,7 +83,7 @@ def played(exp, generator, groups):
             return [
                 await player.play(
                     generator,
-                    dataclasses.asdict(group),
+                    group,
                     rollout_lib.TaskRef(ENV, group.index, group.group, config.seed),
                     config.env.digest,
                 )
@@ -314,7 +314,7 @@ def test_a_slow_episode_may_have_failed_on_a_worker(order, more, reason):
     with contextlib.closing(
         episodes.Episodes(host, episodes_lib.TOKENIZER, episodes_lib.LIMITS, "keep", stops)
     ) as checker:
-        group = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
+        group = lease.Lease(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
         [found] = checker.replay(group, [claimed])
     assert checks._reward(claimed[0], found).reason == reason
 
@@ -332,7 +332,7 @@ class Dying:
 
 
 def test_an_episode_that_ends_the_process_of_its_environment_is_unscored_and_ends_nothing_else():
-    group = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=3, temperature=1.0, min_version=0)
+    group = lease.Lease(1, 0, "train", 0, seed=7, num_samples=3, temperature=1.0, min_version=0)
     own = episodes_lib.TOKENIZER, episodes_lib.LIMITS, "keep", episodes_lib.TOKENIZER.stop_ids
     played = episodes.Episodes(Dying(), *own)
     found = played.replay(group, [[one] for one in groups.answers(group)])

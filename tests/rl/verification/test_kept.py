@@ -9,7 +9,7 @@ import pytest
 
 from inference.engine import request as request_lib
 from inference.rollouts import kept_sets
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.verification import checks
 from rl.verification import replay as replay_lib
 from tests.rl.verification import test_verifier
@@ -108,7 +108,7 @@ def test_an_honest_set_under_top_k_alone_is_whole():
 
 def test_what_a_submission_can_be_refused_for_without_weights():
     group = honest()
-    scheduled = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
+    scheduled = lease.Lease(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
     rules = bare_rules.make(
         test_verifier.MODEL, test_verifier.CAPACITY, test_verifier.STRICT, filters=FILTERS, kept=20,
         groups=lambda step: [scheduled],

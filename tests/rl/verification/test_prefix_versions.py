@@ -18,6 +18,7 @@ from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import inference_server
 from rl import generate, worker
+from rl.envs.host import group as group_lib
 from rl.experiment import experiment
 from rl.protocol import task_schedule
 from rl.verification import checks, responsibility, verifier
@@ -77,7 +78,7 @@ def world(tmp_path_factory):
         own = run[""]
         try:
             async with Swapping([url], swap, group.num_samples, keys=own.server_keys, run=RUN) as client:
-                return await worker.roll_out(client, own, KEY, dataclasses.asdict(group))
+                return await group_lib.roll_out(client, own, KEY, group)
         finally:
             await own.close()
 

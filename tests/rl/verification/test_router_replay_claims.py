@@ -14,7 +14,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.swarm import sample as sample_lib
 from rl.batch import router_replay
 from rl.experiment import experiment
-from rl.protocol import task_schedule
+from rl.protocol import lease
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from tests.support import claims, tiny
@@ -134,7 +134,7 @@ def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
     rules = dataclasses.replace(
         rules_lib.Rules.of(experiment.resolve(claims.moe_config()).config), experts=claims.CLAIMS
     )
-    rules = rules.at_lease(task_schedule.Group(1, rollout.task.group, "train", 0, 0, 1, 1.0, 0), 0)
+    rules = rules.at_lease(lease.Lease(1, rollout.task.group, "train", 0, 0, 1, 1.0, 0), 0)
     verdict = checks.experts_exist(rollout, rules)
     if value is None:
         assert verdict.accepted

@@ -32,7 +32,7 @@ from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 from rl.envs.recording import session as session_lib
 from rl.experiment import experiment
-from rl.protocol import task_schedule
+from rl.protocol import lease, task_schedule
 from rl.verification import episodes, verifier
 from tests.rl.envs.recording import test_tape
 from tests.rl.verification import test_episodes
@@ -121,7 +121,7 @@ def installed(name, folder):
 def groups_of(count):
     """Returns groups of tasks 0 to count - 1."""
     fields = {"num_samples": SAMPLES, "temperature": 1.0, "min_version": 0}
-    return [task_schedule.Group(1, index, "train", index, 7 + SAMPLES * index, **fields) for index in range(count)]
+    return [lease.Lease(1, index, "train", index, 7 + SAMPLES * index, **fields) for index in range(count)]
 
 
 def played(package, options, groups, generate, digest, *, seed=0, max_tokens=LIMITS.max_tokens, on_error=print):
@@ -136,7 +136,7 @@ def played(package, options, groups, generate, digest, *, seed=0, max_tokens=LIM
         async def play(group):
             async with turns:
                 task = rollout_lib.TaskRef(package.name, group.index, group.group, seed)
-                return await player.play(generate, dataclasses.asdict(group), task, digest)
+                return await player.play(generate, group, task, digest)
 
         try:
             return await asyncio.gather(*map(play, groups))

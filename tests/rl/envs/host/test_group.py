@@ -8,9 +8,10 @@ from inference.rollouts import rollout as rollout_lib
 from inference.swarm import sample as sample_lib
 from rl.envs.host import group as group_lib
 from rl.envs.host import host as host_lib
+from rl.protocol import lease
 from tests.support import episodes
 
-GROUP = {"seed": 2**32 - 2, "num_samples": 4, "step": 1, "temperature": 1.0, "index": 0, "split": "train"}
+GROUP = lease.Lease(1, 0, "train", 0, seed=2**32 - 2, num_samples=4, temperature=1.0, min_version=0)
 TASK = rollout_lib.TaskRef("played", 0, 0, 0)
 
 

@@ -53,8 +53,7 @@ class Site:
 
     def make(self, stack, known):
         self.process = killed.Process(self.path, ledger=self.ledger)
-        stack.callback(self.process.orchestrator._log.close)
-        stack.callback(self.process.orchestrator._submissions.close)
+        stack.callback(self.process.orchestrator.close)
         return self.process.orchestrator
 
     def check(self, fields):

@@ -1,0 +1,124 @@
+"""The gate of an orchestrator: which requests it answers, by the network that sends them and the key that signed them.
+
+1. A network may send so many requests per second. Those of invited workers do not count, and those of known ones little.
+2. A request is signed in this session (rl/protocol/lease.py), by a worker that the policy of the run admits, or by another node that the
+   run named.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Collection
+
+import fastapi
+
+from inference.server import web
+from rl.protocol import lease as lease_lib
+
+RATE, BURST = 100.0, 200.0  # requests per second of a network, and how many may come together
+MAX_NETWORKS = 2**16  # whose rate is known
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The rule by which strangers may take part in a run (`trust.admission`), with its numbers."""
+
+    kind: str  # "open" | "invited" | "stake" | "work"
+    min_stake: int = 0
+    work_bits: int = 0
+
+    @classmethod
+    def of(cls, config) -> "Policy":
+        """Returns the policy of a config; an empty `trust.admission` means "invited" if `topology.workers` names keys, else "open"."""
+        kind = config.trust.admission or ("invited" if config.topology.workers else "open")
+        return cls(kind, config.trust.min_stake, config.trust.work_bits)
+
+
+class Admission:
+    """Decides which keys may lease. `invited` are public keys (hex); `stake(worker)` returns the stake of a key in the ledger."""
+
+    def __init__(self, policy: Policy, run: str, invited: Collection[str], stake: Callable[[str], int]):
+        self.policy, self._run, self._invited, self._stake = policy, run, frozenset(invited), stake
+
+    def admit(self, worker: str, request: dict) -> None:
+        """Raises ValueError if the policy of the run does not let this key take part. `request` has its proof of work."""
+        policy = self.policy
+        if worker in self._invited or policy.kind == "open" or "work" not in request:
+            return
+        if policy.kind == "invited":
+            raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
+        if policy.kind == "stake" and (stake := self._stake(worker)) < policy.min_stake:
+            raise ValueError(
+                f"worker {worker[:16]} has a stake of {stake}, and this run asks for {policy.min_stake}; stake more"
+            )
+        if policy.kind == "work" and not lease_lib.is_work(self._run, worker, request["work"], policy.work_bits):
+            found = f"worker {worker[:16]} sent {request['work']!r}, which is not a proof of work of {policy.work_bits} bits"
+            raise ValueError(f"{found} for this run; compute one for the run and the key")
+
+
+class RequestRate:
+    """The rate of requests of each network: a token bucket of `BURST` requests that refills by `RATE` per second."""
+
+    def __init__(self):
+        self._buckets: dict[str, tuple[float, float]] = {}  # network -> requests left, and when; the latest last
+
+    def take(self, network: str, now_s: float, count: float = 1.0) -> bool:
+        """Counts a request that costs as much as `count` small ones; returns False if the network sent too many."""
+        left, since_s = self._buckets.pop(network, (BURST, now_s))
+        left = min(BURST, left + (now_s - since_s) * RATE) - count
+        self._buckets[network] = max(left, 0.0), now_s
+        for oldest in list(itertools.islice(self._buckets, 2)):  # full again, or one too many
+            if now_s - self._buckets[oldest][1] > BURST / RATE or len(self._buckets) > MAX_NETWORKS:
+                del self._buckets[oldest]
+        return left >= 0
+
+    def give_back(self, network: str, count: float = 1.0) -> None:
+        """Takes back the `count` of one request: that of a worker which is known."""
+        if network in self._buckets:
+            left, since_s = self._buckets[network]
+            self._buckets[network] = min(BURST, left + count), since_s
+
+
+@dataclasses.dataclass
+class Gate:
+    """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
+
+    session: lease_lib.Session
+    admission: Admission
+    is_invited: Callable[[str], bool]  # True for a worker that config or launcher named
+    is_known: Callable[
+        [str], bool
+    ]  # True for an invited worker, one with a record, and another node that the run named
+    may_sign_in: Callable[[str, str], bool]  # (key, role) -> True for a server, relay, or validator that the run named
+
+    def __post_init__(self) -> None:
+        self._rate, self._known_rate = RequestRate(), RequestRate()
+        self._verifier = lease_lib.RequestVerifier(self.session, admit=self._admit, is_known=self.is_known)
+
+    def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
+        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
+
+        It counts as `count` small ones.
+        """
+        network = web.client_network(request)
+        if not self._rate.take(network, time.monotonic(), count):
+            message = f"your network sent more than {RATE:.0f} requests per second; send fewer"
+            raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
+        return network
+
+    def verify(self, message: dict, kind: str, network: str, count: float = 1.0) -> str:
+        """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
+        node = self._verifier.verify(message, kind)
+        # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
+        if self.is_invited(node) or (self.is_known(node) and self._known_rate.take(node, time.monotonic(), count)):
+            self._rate.give_back(network, count)
+        return node
+
+    def _admit(self, key: str, message: dict) -> None:
+        if key == self.session.run:
+            return  # the operator
+        if message.get("role", "worker") == "worker":
+            self.admission.admit(key, message)
+        elif not self.may_sign_in(key, message["role"]):
+            found = f"{message['role']} {key[:16]} is not in topology.server_keys"
+            raise ValueError(f"{found}; ask the operator of the run to add it")
