@@ -53,12 +53,12 @@ from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
 from rl.verification import run_bands
-from sharding import broadcast, bucket, checkpoint, profiler
+from sharding import broadcast, bucket, checkpoint, programs
 from sharding.format import journal
 from sharding.logs import run_logs
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import cli, compile_cache, secret_file, sockets
+from sharding.system import cli, secret_file, sockets
 
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
@@ -95,7 +95,7 @@ def train(
     with _started(exp, mesh, workdir, hosts, log) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         retention = redaction.Rule(**exp.config.retention.to_dict())
-        profile = profiler.Profiler(workdir / "profile", exp.config.profile.steps)
+        profile = programs.Profiler(workdir / "profile", exp.config.profile.steps)
         with hosts.terminable(), profile, run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
                 begun, annotation = time.perf_counter(), profile.begin(step)
@@ -264,7 +264,7 @@ def _started(
             progress.note("compiling the train step")
         compiled.result()
         start_clock.mark("train step")
-        progress.say(start_clock.summary("ready"), compile_cache.summary())
+        progress.say(start_clock.summary("ready"), programs.summary())
         if evaluations and start == 0 and exp.config.init_from:  # the baseline, before the first step
             for version, score in evaluations.finished(wait=True):
                 checkpointer.score(version, score)

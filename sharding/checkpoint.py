@@ -15,7 +15,6 @@ restored and renamed, since a network disk may show the others an older state.
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ import orbax.checkpoint as ocp
 from sharding import bucket
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
@@ -205,7 +205,7 @@ class Checkpointer:
         (path,) = self._directory.glob(f"{self._last_saved}.*tmp*")
         # orbax is still writing its own metadata at the top, which `restore` does not need.
         inside = (p for item in ("state", "host") for p in sorted(path.joinpath(item).rglob("*")))
-        files = {str(p.relative_to(path)): _sha256(p) for p in inside if p.is_file()}
+        files = {str(p.relative_to(path)): files_lib.sha256(p) for p in inside if p.is_file()}
         atomic_file.write(path / "seal.json", json.dumps(files, indent=1).encode(), durable=True)
 
 
@@ -281,14 +281,9 @@ def _damage(path: pathlib.Path) -> str | None:
     for name, expected in files.items():
         if not (path / name).is_file():
             return f"{path / name} is missing"
-        if _sha256(path / name) != expected:
+        if files_lib.sha256(path / name) != expected:
             return f"{path / name} differs from the file that was saved"
     return None
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:

@@ -208,9 +208,10 @@ def _units(folder: pathlib.Path, top: str) -> list[pathlib.Path]:
     path = folder / top
     if top not in FIRST:
         return [] if _LEFT_OUT.match(top) else [path]
-    units = sorted(path.iterdir()) if path.is_dir() else []
-    is_whole = lambda unit: top != "weights" or unit.is_file() or (unit / "manifest.json").exists()  # noqa: E731
-    return [unit for unit in units if not _LEFT_OUT.match(unit.name) and is_whole(unit)]
+    units = [unit for unit in sorted(path.iterdir()) if not _LEFT_OUT.match(unit.name)] if path.is_dir() else []
+    if top == "weights":  # a version is whole with its manifest
+        return [unit for unit in units if unit.is_file() or (unit / "manifest.json").exists()]
+    return units
 
 
 def _files(unit: pathlib.Path) -> Iterator[pathlib.Path]:

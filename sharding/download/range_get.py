@@ -17,7 +17,8 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharding.format import digests, journal
+from sharding.format import journal
+from sharding.system import text as text_lib
 
 SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
 HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
@@ -231,7 +232,7 @@ class Get:
         connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
             etag = response.headers.get("ETag", "").strip('"')
-            if self.digest and digests.is_digest(etag) and etag != self.digest:  # others are of no relay of ours
+            if self.digest and text_lib.is_hex(etag) and etag != self.digest:  # others are of no relay of ours
                 raise Missing(f"the relay has another {self.path}, with digest {etag}, not {self.digest}")
             if response.status not in (200, 206):
                 raise _refusal(response)

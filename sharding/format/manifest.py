@@ -30,6 +30,7 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding.format import digests, journal, tree
+from sharding.system import text as text_lib
 
 _require = journal.require
 FORMATS = (3, 4)  # 4 has the field `epoch`: of versions in a signed head
@@ -129,7 +130,7 @@ class Manifest:
     containers: dict
     metadata: dict
     run: Annotated[str, pydantic.Field(max_length=MAX_RUN_LENGTH)] = ""
-    public_key: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")] | None = None
+    public_key: Annotated[str, pydantic.Field(pattern=text_lib.HEX_64)] | None = None
     signature: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{128}$")] | None = None
     epoch: Number | None = None  # of the signed head; None: published without one, as earlier releases did
 

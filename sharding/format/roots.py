@@ -10,7 +10,6 @@ import datetime
 import itertools
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -20,6 +19,7 @@ from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
 from tuf.api.serialization.json import JSONSerializer
 
 from sharding.format import journal
+from sharding.system import text as text_lib
 
 ONLINE = (Targets.type, Snapshot.type, Timestamp.type)
 MAX_ROOTS = 256
@@ -31,7 +31,7 @@ def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool
 
     Of a root file, returns the newest root, or with `first` the oldest.
     """
-    if re.fullmatch(r"[0-9a-f]{64}", str(name)):
+    if text_lib.is_hex(str(name)):
         return root_of(str(name)), False
     if not os.path.isfile(name):
         text = f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file"

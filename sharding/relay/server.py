@@ -31,10 +31,11 @@ import prometheus_client
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
 from sharding.format import journal
+from sharding.logs import role_metrics
 from sharding.relay import mirror as mirror_lib
 from sharding.relay import store as store_lib
 from sharding.relay import throttle
-from sharding.system import role_metrics, sockets
+from sharding.system import sockets
 
 HEAD_BYTES = 8 << 10
 HEAD_S = 10.0  # for the head of a request, from its first byte

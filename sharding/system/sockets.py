@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import pathlib
 import socket
@@ -13,6 +12,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 PRIVATE, GRACE_S = "intellax-socket-", 60.0  # a younger folder may not be locked yet
 
@@ -70,14 +70,8 @@ def private_path() -> Iterator[str]:
         yield f"{name}/sock"
 
 
-@contextlib.contextmanager
-def _locked(folder: str | os.PathLike) -> Iterator[None]:
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(place)
+def _locked(folder: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+    return files_lib.locked(folder, files_lib.FOLDER | os.O_NOFOLLOW, wait=False)
 
 
 def address(sock: socket.socket) -> str:
