@@ -308,7 +308,6 @@ class Store:
             page = version.log[start : start + journal.MAX_PAGE_LINES]
             current = [e for e in page if version.objects.get(e.path) == e]  # without replaced ones
             headers = {"X-Epoch": version.epoch, "X-Next": str(start + len(page))}
-            headers["X-Complete"] = str(int(version.manifest is not None and start + len(page) == len(version.log)))
             return b"".join(map(_line, current)), headers
 
     def manifest(self, number: int) -> bytes | None:

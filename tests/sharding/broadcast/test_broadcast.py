@@ -905,7 +905,7 @@ def test_through_two_relays_with_deltas(tmp_path, rng):
             if version:
                 params = _nudge(params, rng)
                 publisher.publish(params, version)
-            assert broadcast.wait_for([a.url, b.url], version, timeout_s=30) == version
+            assert broadcast.wait_for([a.url, b.url], version, timeout_s=30, key=public) == version
             have = broadcast.pull([a.url, b.url], version, base=have, key=public)
             trees.assert_same(have.params, params)
         trees.assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
