@@ -27,7 +27,7 @@ NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
-    """Returns (the root that a key in hex or a root file names, True if it is a file: then heads are required).
+    """Returns (the root that a key in hex or a root file names, True if it is a file, whose later roots heads bring).
 
     Of a root file, returns the newest root, or with `first` the oldest.
     """
@@ -104,14 +104,14 @@ def amend(
         for key in map(_key, given) if given else (before.keys[keyid] for keyid in before.roles[role].keyids):
             new.add_key(key, role)
     if not new.roles[Root.type].keyids or not new.roles[Targets.type].keyids:
-        raise ValueError("a root file names at least one root key and one online key: give --root and --online")
+        raise ValueError("a root file names at least one root key and one online key; give --root and --online")
     metadata = Metadata(new)
     for key in signers:
         metadata.sign(CryptoSigner(key), append=True)
     try:
         check_next(before if data else new, metadata)
     except exceptions.RepositoryError as error:
-        raise ValueError(f"{error}: give --sign the private keys of the old and the new root keys") from error
+        raise ValueError(f"{error}; give --sign the private keys of the old and the new root keys") from error
     amended = data + metadata.to_bytes(JSONSerializer(compact=True)) + b"\n"
     read(amended)
     return amended
