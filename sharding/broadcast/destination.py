@@ -78,7 +78,7 @@ def base_of(root: str | os.PathLike, version: int) -> int | None:
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
         text = f"manifest of version {version} under {root} begins with {head!r}, not with its base"
-        raise journal.CorruptSource(f"{text}: remove() the version")
+        raise journal.CorruptSource(f"{text}; remove() the version")
     return json.loads(found[1])
 
 
