@@ -91,7 +91,7 @@ def parse(data: bytes, place: str) -> dict[str, File]:
             files[path] = file = File(size, mode, block_bytes, tuple(names))
             is_inside = not path.startswith(".") and not {"", ".", ".."} & {*path.split("/")} and "\0" not in path
             is_possible = size >= 0 <= mode <= 0o777 and block_bytes > 0 and type(size + mode + block_bytes) is int
-            are_names = all(re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", name) for name in names)
+            are_names = all(re.fullmatch(r"[0-9a-f]{64}\.\d+", name) for name in names)
             if not (is_inside and is_possible and are_names and file.blocks(path) is not None):
                 raise ValueError(f"file {path!r}")
         return files
