@@ -241,7 +241,7 @@ def _start_grpc(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="python -m inference.serve", description=__doc__)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or the URLs of relays"
+    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or URLs of relays (several: --weights_key)"
     add("--weights", nargs="+", help=helps)
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, or a hub ID")
     add = parser.add_argument
