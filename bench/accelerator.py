@@ -32,7 +32,6 @@ from rl.experiment import command, experiment, initial
 from rl.experiment import flags as command_line
 from rl.learner import train_step
 from rl.plan import lowered_programs, roofline, sizes
-from sharding import accelerator, handover
 from sharding import mesh as mesh_lib
 
 PROGRAMS = ("train", "swap", "prefill", "decode")
@@ -48,7 +47,7 @@ class Timing:
 
 def main() -> None:
     """Times the chosen programs and prints a report; ends with a line of ValueError if the config does not fit the devices."""
-    device, names = accelerator.devices()[0], flags.FLAGS.programs
+    device, names = mesh_lib.devices()[0], flags.FLAGS.programs
     config = initial.completed(flags.FLAGS.config, command_line.given(), needs_files=False)
     exp, chosen = sizes.settled(config, sizes.present, lowered_programs.resolve)
     config = config_dict.ConfigDict(exp.config)
@@ -71,7 +70,7 @@ def main() -> None:
             timing, state = timed("train", lambda state: step(state, taken)[0], state)
             report(programs["train"], timing, chip)
         tree = lora.published(train_step.policy(learner, state))
-        timing, params = timed("swap", lambda _: handover.place(tree, store.abstract), None)
+        timing, params = timed("swap", lambda _: mesh_lib.hand_over(tree, store.abstract), None)
         if "swap" in names:
             moved = 2 * transformer.num_bytes(exp.published_model) / server_mesh.size
             bound = f", at least {moved / chip.memory_bytes_per_s:.3g} s (memory)" if chip else ""
@@ -81,7 +80,7 @@ def main() -> None:
         if params is None:
             learner = exp.learner(server_mesh)
             params = lora.published(train_step.policy(learner, train_step.init_state(jax.random.key(0), learner)))
-            params = handover.place(params, store.abstract)
+            params = mesh_lib.hand_over(params, store.abstract)
         params = lora.restored(params, store.lora)
         server = engine.Engine(exp.published_model, exp.engine, exp.tokenizer, mesh=server_mesh)
         for name in ("prefill", "decode"):

@@ -57,12 +57,12 @@ from inference.server import (
 from inference.swarm import membership
 from models import hub
 from models.kernels import cpu_dtype
-from sharding import broadcast, bucket, host_memory, profiler
+from sharding import broadcast, bucket, host_memory, programs
 from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file, cli, compile_cache, secret_file, sockets
+from sharding.system import atomic_file, cli, secret_file, sockets
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             _check(args)
             if args.exit_with_parent:
                 cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
-            compile_cache.enable()
+            programs.enable_cache()
             hosts = stack.enter_context(_joined(args))
             if not hosts.is_first:
                 follower = _prepare(args, hosts).follower()
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
             sock = stack.enter_context(contextlib.closing(sockets.listen(args.host, args.port)))
             server = _start(args, hosts)
             server.signer, server.run = signer, args.run
-            profile = stack.enter_context(profiler.Profiler(pathlib.Path(args.profile), args.profile_steps))
+            profile = stack.enter_context(programs.Profiler(pathlib.Path(args.profile), args.profile_steps))
             server.on_version = lambda version: profile.advance(version + 1)  # it generates for the next step
             server.on_version(server.scheduler.version)
             if hosts.count > 1:
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.watch:
             threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
         print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
-        print(compile_cache.summary(), flush=True)
+        print(programs.summary(), flush=True)
         print(f"control routes on {sockets.address(control.sock)}", flush=True)
         if grpc_port:
             print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
@@ -241,7 +241,7 @@ def _start_grpc(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="python -m inference.serve", description=__doc__)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or the URLs of relays"
+    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or URLs of relays (several: --weights_key)"
     add("--weights", nargs="+", help=helps)
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, or a hub ID")
     add = parser.add_argument

@@ -5,7 +5,6 @@ A repository can change, so `commits` names the commits that were downloaded, fo
 Imports no jax: a worker uses it to find its tokenizer.
 """
 
-import fcntl
 import functools
 import os
 import pathlib
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sharding.format import gguf_header
+from sharding.system import files as files_lib
 
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja")
 _COMMITS: dict[str, str] = {}  # {id: commit} of this process's downloads
@@ -102,11 +102,9 @@ def _from_bucket(url: str, files: tuple[str, ...]) -> pathlib.Path:
         raise ValueError(last.removeprefix("error: ") if last.startswith("error: ") else ended)
     # A copy of a run's files belongs to the process that has this lock (sharding/bucket/mirror.py): to this one until its end.
     if (reader := found.parent / ".reader").exists():
-        lock = os.open(reader, os.O_RDWR)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files_lib.lock(reader, wait=False)
         except BlockingIOError:  # another process took it when the child ended
-            os.close(lock)
             return _from_bucket.__wrapped__(url, files)
     return found
 

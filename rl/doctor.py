@@ -48,8 +48,8 @@ MIN_FILES, MIN_MEMORY_BYTES, MAX_SKEW_S, TIMEOUT_S, PROBE_S = 4096, 4 * 2**30, 5
 MAX_BYTES = 2**20  # of the health of a process elsewhere
 DEVICES = """
 import json
-from sharding import accelerator
-found = accelerator.devices()
+from sharding import mesh
+found = mesh.devices()
 print(json.dumps([found[0].platform, found[0].device_kind, len(found)]))
 """
 

@@ -37,11 +37,11 @@ from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics, rollouts_page, start_clock
 from rl.reporting import monitors as monitors_lib
 from rl.topology import colocated_server, layout
-from sharding import broadcast, checkpoint
+from sharding import broadcast, checkpoint, programs
 from sharding.format import journal
 from sharding.logs import run_logs
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import compile_cache, secret_file
+from sharding.system import secret_file
 
 Ledger = run_ledger.RunLedger | client.RemoteOrchestrator
 Orchestrator = orchestrator_lib.Orchestrator | client.RemoteOrchestrator
@@ -154,7 +154,7 @@ def started(
             place.progress.note("compiling the train step")
         restored.compiled.result()
         start_clock.mark("train step")
-        place.progress.say(start_clock.summary("ready"), compile_cache.summary())
+        place.progress.say(start_clock.summary("ready"), programs.summary())
         if first and run.start == 0 and exp.config.init_from:  # the baseline, before the first step
             run.scores(wait=True)
         yield run

@@ -51,7 +51,7 @@ from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import layout
 from rl.verification import run_bands
-from sharding import bucket, profiler
+from sharding import bucket, programs
 from sharding.logs import run_logs
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
@@ -92,7 +92,7 @@ def train(
     with running.started(exp, mesh, workdir, hosts, log) as run:
         first, checkpointer, progress = run.first, run.checkpointer, run.place.progress
         retention = redaction.Rule(**exp.config.retention.to_dict())
-        profile = profiler.Profiler(workdir / "profile", exp.config.profile.steps)
+        profile = programs.Profiler(workdir / "profile", exp.config.profile.steps)
         with hosts.terminable(), profile, progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
                 begun, annotation = time.perf_counter(), profile.begin(step)

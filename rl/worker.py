@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import os
 import random
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,8 +39,10 @@ from rl.envs.host import group as group_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session, user_code
-from sharding.system import bounded_reply, cli, retries, role_metrics, sign_in, signed_message, sockets
+from sharding.logs import role_metrics
+from sharding.system import bounded_reply, cli, retries, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
+from sharding.system import text as text_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 VOID_PAUSE_S, MAX_FAILURE_PAUSE_S = 0.5, 30.0  # after a group that no server can generate any more
@@ -447,7 +448,7 @@ def main(argv: list[str] | None = None) -> int:
         for option, url in [("orchestrator", args.orchestrator), *(("server", url) for url in args.server)]:
             if not sockets.is_url(url):
                 raise ValueError(f"--{option} {url!r} is not a URL; write http://HOST:PORT")
-        if args.run and not re.fullmatch("[0-9a-f]{64}", args.run):
+        if args.run and not text_lib.is_hex(args.run):
             raise ValueError(f"--run {args.run!r} is not a public key; write the 64 hex digits that the run prints")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1; raise it")

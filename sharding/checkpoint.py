@@ -5,9 +5,8 @@ their own. `seal.json` has the SHA-256 of each file of a step; `restore` checks 
 parses any. A damaged step is renamed to `torn-<step>`, and the one before is used.
 
 The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), and raises a bare `Exception`
-for a truncated file. The dtype check exists because orbax casts silently; only bfloat16 becomes float32, which is exact: earlier
-releases trained in it. The room is checked beforehand because a write that fails in tensorstore prints tracebacks of orbax's
-closed event loop.
+for a truncated file. The dtype check exists because orbax casts silently. The room is checked beforehand because a write that fails in
+tensorstore prints tracebacks of orbax's closed event loop.
 
 All hosts share one directory. Each writes and reads its own shards; the first seals, and decides for all which steps are saved,
 restored and renamed, since a network disk may show the others an older state.
@@ -15,7 +14,6 @@ restored and renamed, since a network disk may show the others an older state.
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -32,6 +30,7 @@ import orbax.checkpoint as ocp
 from sharding import bucket
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
@@ -54,7 +53,7 @@ class Checkpointer:
         hosts: hosts_lib.Hosts = hosts_lib.ALONE,
     ):
         if keep < 1 or every < 1:
-            raise ValueError(f"keep={keep} and every={every} must both be at least 1: correct config.checkpoint")
+            raise ValueError(f"keep={keep} and every={every} must both be at least 1; correct config.checkpoint")
         self._directory = pathlib.Path(directory).absolute()
         self._every, self._every_s, self._keep, self._hosts = every, 60 * every_minutes, keep, hosts
         self._saved_s = time.monotonic()
@@ -131,14 +130,12 @@ class Checkpointer:
         if found is None:
             return None
         path, frozen = self._directory / str(found) / "state", getattr(abstract_state, FROZEN, None)
-        if frozen and not any(name.startswith(f"{FROZEN}/") for name in _saved(path)):  # else of an earlier release
+        if frozen:
             with Checkpointer(self._directory / FROZEN, keep=1, hosts=self._hosts) as apart:
                 frozen = apart.restore(frozen)
             if frozen is None:
-                raise ValueError(f"{self._directory / FROZEN} has no parameters, which step {found} needs: put it back")
+                raise ValueError(f"{self._directory / FROZEN} has no parameters, which step {found} needs; put it back")
             abstract_state = abstract_state.replace(frozen={})
-        else:
-            frozen = None
         _check(path, abstract_state, prefix="")
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))
@@ -173,7 +170,7 @@ class Checkpointer:
         if newest is not None and step == newest == self._last_saved:
             return False
         if newest is not None and step <= newest:
-            raise ValueError(f"step {step} is not newer than {newest} in {self._directory}: delete newer steps first")
+            raise ValueError(f"step {step} is not newer than {newest} in {self._directory}; delete newer steps first")
         return True
 
     def _check_room(self, state: Any) -> None:
@@ -205,7 +202,7 @@ class Checkpointer:
         (path,) = self._directory.glob(f"{self._last_saved}.*tmp*")
         # orbax is still writing its own metadata at the top, which `restore` does not need.
         inside = (p for item in ("state", "host") for p in sorted(path.joinpath(item).rglob("*")))
-        files = {str(p.relative_to(path)): _sha256(p) for p in inside if p.is_file()}
+        files = {str(p.relative_to(path)): files_lib.sha256(p) for p in inside if p.is_file()}
         atomic_file.write(path / "seal.json", json.dumps(files, indent=1).encode(), durable=True)
 
 
@@ -217,7 +214,7 @@ def restore_params(directory: str | os.PathLike, abstract_params: Any, step: int
     root = pathlib.Path(directory).absolute()
     found = _pick(root, step)
     if found is None:
-        raise FileNotFoundError(f"no checkpoint in {directory}: pass the directory that a Checkpointer writes to")
+        raise FileNotFoundError(f"no checkpoint in {directory}; pass the directory that a Checkpointer writes to")
     path = root / str(found) / "state"
     _check(path, abstract_params, prefix="params/")
     item = {"params": abstract_params}
@@ -237,7 +234,7 @@ def best_step(directory: str | os.PathLike) -> int:
     """Returns the step of the checkpoint with the highest score. Raises FileNotFoundError if no checkpoint has a score."""
     best, steps = _best(pathlib.Path(directory)), complete_steps(directory)
     if best is None or best["step"] not in steps:
-        raise FileNotFoundError(f"no checkpoint in {directory} has a score yet: choose one of {steps}")
+        raise FileNotFoundError(f"no checkpoint in {directory} has a score yet; choose one of {steps}")
     return best["step"]
 
 
@@ -259,16 +256,16 @@ def _pick(directory: pathlib.Path, step: int | None) -> int | None:
     """Returns `step`, or the newest intact step (None: no checkpoint exists). Raises ValueError if all, or `step`, are damaged."""
     steps = complete_steps(directory)
     if step not in (None, *steps):
-        raise FileNotFoundError(f"no checkpoint of step {step} in {directory}: choose one of {steps}")
+        raise FileNotFoundError(f"no checkpoint of step {step} in {directory}; choose one of {steps}")
     for candidate in reversed(steps) if step is None else [step]:
         damage = _damage(directory / str(candidate))
         if not damage:
             return candidate
         if step is not None:
-            raise ValueError(f"checkpoint {step} is damaged ({damage}): restore another of {steps}")
+            raise ValueError(f"checkpoint {step} is damaged ({damage}); restore another of {steps}")
         _log.warning("checkpoint %d is damaged and skipped: %s", candidate, damage)
     if steps:
-        raise ValueError(f"every checkpoint in {directory} is damaged ({steps}): move them away to start over")
+        raise ValueError(f"every checkpoint in {directory} is damaged ({steps}); move them away to start over")
     return None
 
 
@@ -281,34 +278,24 @@ def _damage(path: pathlib.Path) -> str | None:
     for name, expected in files.items():
         if not (path / name).is_file():
             return f"{path / name} is missing"
-        if _sha256(path / name) != expected:
+        if files_lib.sha256(path / name) != expected:
             return f"{path / name} differs from the file that was saved"
     return None
 
 
-def _sha256(path: pathlib.Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
-    """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`, or narrower ones."""
+    """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`."""
     saved = {name.removeprefix(prefix): leaf for name, leaf in _saved(path).items() if name.startswith(prefix)}
     expected = _named(abstract)
     for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
-        text = f"{path}: array {prefix}{name} {where} the config's state: restore with the config that saved it"
+        text = f"{path}: array {prefix}{name} {where} the config's state; restore with the config that saved it"
         raise ValueError(text)
-    widened = 0
     for name, leaf in expected.items():
         was, now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
-        is_wider = was == (now[0], "bfloat16") and now[1] == "float32"
-        if was != now and not is_wider:
-            text = f"{path}: array {prefix}{name} was saved as {was}, not {now}: restore with the config that saved it"
+        if was != now:
+            text = f"{path}: array {prefix}{name} was saved as {was}, not {now}; restore with the config that saved it"
             raise ValueError(text)
-        widened += is_wider
-    if widened:
-        _log.warning("%s: %d x bfloat16 of an earlier release becomes float32", path, widened)
 
 
 def _saved(path: pathlib.Path) -> dict[str, Any]:
@@ -334,7 +321,7 @@ def _disk_errors(directory: pathlib.Path) -> Iterator[None]:
             raise
         for leftover in directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        text = "no space left for a checkpoint (the earlier ones are intact): free disk space, or lower keep"
+        text = "no space left for a checkpoint (the earlier ones are intact); free disk space, or lower keep"
         if code not in FULL:
             text = (
                 f"the checkpoint was not written (the earlier ones are intact): {os.strerror(code)}; look at the disk"

@@ -84,7 +84,7 @@ def shardings(specs, mesh: jax.sharding.Mesh):
             if dim % ways:
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
-                    f"{ways}-way mesh axis {'/'.join(axes[at])}: change config.model or config.mesh"
+                    f"{ways}-way mesh axis {'/'.join(axes[at])}; change config.model or config.mesh"
                 )
         used = [axis for names in axes for axis in names]
         assert len(used) == len(set(used)), f"{path}: one mesh axis on two dims: {spec.logical_axes}"

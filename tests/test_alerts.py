@@ -19,7 +19,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import status_routes
 from rl.reporting import monitors
 from rl.verification import checks
-from sharding.system import role_metrics
+from sharding.logs import role_metrics
 from tests import test_monitoring
 from tests.rl.orchestrator import test_orchestrator
 from tests.support import groups, proxy

@@ -108,10 +108,13 @@ def test_an_environment_is_shown_before_a_run(tmp_path, capsys, monkeypatch):
     assert commands.run("rl.envs", "try", f"{tmp_path}/none.py:build", "--n", 1) == 0
     assert "warning: an answer gets less than 1" in capsys.readouterr().out
     for words, message in (
-        (["reverse_text", "max_len=4"], "has no option 'max_len' (env.options); did you mean 'max_length'?"),
+        (
+            ["reverse_text", "max_len=4"],
+            "has no option 'max_len' of env.options (did you mean max_length?); choose from ",
+        ),
         (["reverse_text", "4"], "'4' is not an option; write OPTION=VALUE"),
         (["reverse_text", "--n", "0"], "--n 0 is below 1; raise it"),
-        (["revers_text"], "does not exist; did you mean 'reverse_text'?"),
+        (["revers_text"], "does not exist (did you mean reverse_text?); choose one of "),
     ):
         assert commands.run("rl.envs", "try", *words) == 1
         error = capsys.readouterr().err

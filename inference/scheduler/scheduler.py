@@ -39,7 +39,7 @@ from inference.scheduler import arrivals, paging, prefill_queue, prefix_cache, s
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
-from sharding.system import role_metrics
+from sharding.logs import role_metrics
 
 GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample

@@ -41,12 +41,13 @@ from models import hf, hub, transformer
 from models import lora as lora_lib
 from models.kernels import cpu_dtype
 from models.text import tokenizer as tokenizer_lib
-from sharding import accelerator, broadcast, rules
+from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.format import gguf_header, head, manifest
+from sharding.logs import role_metrics
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import cli, role_metrics
+from sharding.system import cli
 
 START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
 NOTICE_S = 5.0  # and before a line about it is logged
@@ -479,7 +480,7 @@ def host_mesh(
 
     Raises ValueError if the engine of `config` cannot run on that mesh, or an accelerator cannot be used.
     """
-    accelerator.devices()
+    mesh_lib.devices()
     if hosts.count > 1 and not sizes:
         found = f"--mesh is empty, and {hosts.count} hosts have {jax.device_count()} devices"
         raise ValueError(f"{found}, all of which a server over several hosts uses; give their axes, such as tensor=-1")

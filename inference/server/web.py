@@ -18,7 +18,6 @@ import asyncio
 import collections
 import contextlib
 import functools
-import ipaddress
 import itertools
 import json
 import resource
@@ -36,6 +35,8 @@ from fastapi import responses
 from starlette import requests
 from starlette import types as asgi
 from uvicorn.protocols.http import h11_impl
+
+from sharding.system import sockets
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_JSON_BYTES = 2**16
@@ -269,18 +270,7 @@ def error_body(status: int, message: str, kind: str) -> dict:
 
 def client_network(request: fastapi.Request) -> str:
     """Returns the network of a request's client, to which all limits apply: its IPv4 address, or its /64 of IPv6."""
-    return _network((request.scope.get("client") or ("",))[0])
-
-
-@functools.lru_cache(2**12)
-def _network(host: str, bits: int = 64) -> str:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if address.version == 4:
-        return host
-    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 128 - bits << 128 - bits))
+    return sockets.network((request.scope.get("client") or ("",))[0])
 
 
 def _max_files() -> int:
@@ -312,7 +302,7 @@ class _Protocol(h11_impl.H11Protocol):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.app = functools.partial(_refuse_two_lengths, self.app)
-        network = _network((self.client or ("",))[0], SITE_BITS)
+        network = sockets.network((self.client or ("",))[0], SITE_BITS)
         if self._connections().open(network, self.transport):
             self._counted_for = network
             self._expect_head()

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.kernels import cpu_transposed
-from sharding.system import atomic_file, compile_cache
+from sharding import programs
+from sharding.system import atomic_file
 
 DTYPES = "float32", "bfloat16"
 ROWS = 1, 64
@@ -29,12 +30,12 @@ def fastest() -> tuple[str, str]:
     """Returns (dtype, a line with the times that decided), for this process's CPU. Takes about a second the first time."""
     name = f"dtype-jax-{jax.__version__}-cores-{os.cpu_count()}.json"
     try:
-        stored = atomic_file.read_json(compile_cache.user_folder() / name, dict)
+        stored = atomic_file.read_json(programs.user_folder() / name, dict)
         times = {dtype: [float(ms) for ms in stored[dtype]] for dtype in DTYPES}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         times = {dtype: _milliseconds(dtype) for dtype in DTYPES}
         with contextlib.suppress(OSError, RuntimeError):  # then it is measured again at the next start
-            (folder := compile_cache.user_folder()).mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder := programs.user_folder()).mkdir(mode=0o700, parents=True, exist_ok=True)
             atomic_file.write(folder / name, json.dumps(times).encode())
     # One row decides for a chat, many for a batch: both count alike.
     chosen = min(DTYPES, key=lambda dtype: np.prod(times[dtype]))

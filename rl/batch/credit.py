@@ -29,7 +29,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.algorithms import advantages, vine
 from rl.batch import packing
 from rl.batch import router_replay as router_replay_lib
-from sharding.system import cli
+from sharding.system import text as text_lib
 
 CREDITS = ("episode", "turn", "vine")
 _Episode = Sequence[rollout_lib.Rollout]  # its branches
@@ -64,7 +64,7 @@ class Credit:
         tables = advantages.ADVANTAGES, advantages.NORMALIZERS, advantages.AVERAGES
         for name, table in zip(("advantage", "normalize", "average"), tables, strict=True):
             if not callable(getattr(self, name)) and getattr(self, name) not in table:
-                found = f"{self.field(name)} = {getattr(self, name)!r} is unknown{cli.hint(getattr(self, name), table)}"
+                found = f"{self.field(name)} = {getattr(self, name)!r} is unknown{text_lib.hint(getattr(self, name), table)}"
                 raise ValueError(f"{found}; choose one of {', '.join(table)}")
         if self.credit not in CREDITS:
             raise ValueError(f"{self.field('credit')} = {self.credit!r} is unknown; choose one of {', '.join(CREDITS)}")

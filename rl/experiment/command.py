@@ -53,7 +53,7 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
 
 def run(main: Callable[[], None]) -> None:
     """Calls `main` after `parse`, with a cache of compiled programs, and reports its errors."""
-    from sharding.system import compile_cache  # imports JAX
+    from sharding import programs  # imports JAX
 
     quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "WARNING"))
     for name, level in (*quiet, ("tuf", "WARNING")):
@@ -66,7 +66,7 @@ def run(main: Callable[[], None]) -> None:
             if signal.getsignal(signal.SIGINT) is _leave:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
-        compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
+        programs.enable_cache(flags.FLAGS.config.topology.compile_cache)
         main()
 
     try:

@@ -20,6 +20,7 @@ from ml_collections import config_dict, config_flags
 
 from rl.experiment import base_fields, rules
 from sharding.system import atomic_file, cli
+from sharding.system import text as text_lib
 
 PATHS = (  # fields with a path, or several with commas between them
     *("init_from", "tokenizer", "warmup.data", "objective.reference_model", "trust.bands", "trust.stake_ledger"),
@@ -196,7 +197,7 @@ def _mistakes(
         if not argument.startswith("-") or field.startswith(("env.options.", "envs.")):
             continue
         if name not in known and name.replace("--no", "--", 1) not in known:
-            near = cli.hint(f"--config.{name[2:]}", known) or cli.hint(name, known)
+            near = text_lib.hint(f"--config.{name[2:]}", known) or text_lib.hint(name, known)
             starts = [field[: match.start()] for match in re.finditer(r"\.|$", field)]
             start = next((start for start in starts if f"--config.{start}" not in known), field)
             is_field = name.startswith("--config.")
@@ -242,7 +243,7 @@ def _explained(error: Exception) -> str:
 
 
 def _no_field(name: str, config: config_dict.ConfigDict) -> str:
-    near = cli.hint(name, base_fields.names(config))
+    near = text_lib.hint(name, base_fields.names(config))
     return f"the config has no field {name!r}{near}; --help lists all fields"
 
 

@@ -22,6 +22,7 @@ from rl.experiment import base_fields
 from rl.protocol import curriculum, env_mix, lease, task_schedule, user_code
 from sharding.format import gguf_header
 from sharding.system import atomic_file, cli, sockets
+from sharding.system import text as text_lib
 
 if TYPE_CHECKING:
     from models.text import tokenizer as tokenizer_lib
@@ -187,7 +188,7 @@ def unknown(name: str, value: Any, table: Iterable[str]) -> Iterator[str]:
     """Yields an error message if the value of the field `name` is not in `table`."""
     if value not in table:
         choices = ", ".join(x or repr(x) for x in table)
-        yield f"{name} = {value!r} is unknown{cli.hint(value, table)}; choose one of {choices}"
+        yield f"{name} = {value!r} is unknown{text_lib.hint(value, table)}; choose one of {choices}"
 
 
 def _out_of_range(config: config_dict.ConfigDict, values: dict[str, Any]) -> Iterator[str]:
@@ -229,14 +230,14 @@ def _check_addresses(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"topology.orchestrator = {address!r} is not a URL; write http://HOST:PORT, or unix:PATH")
     for name in ("workers", "server_keys"):
         for key in config.topology[name]:
-            if not re.fullmatch("[0-9a-f]{64}", str(key)):
+            if not text_lib.is_hex(key):
                 raise ValueError(f"topology.{name} contains {key!r}, which is not a public key; write 64 hex digits")
 
 
 def _check_validators(config: config_dict.ConfigDict) -> None:
     keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
     for validator, key in zip(config.trust.validators, keys, strict=True):
-        if not (sockets.is_url(validator) and re.fullmatch("[0-9a-f]{64}", key)) or keys.count(key) > 1:
+        if not (sockets.is_url(validator) and text_lib.is_hex(key)) or keys.count(key) > 1:
             found = f"trust.validators contains {validator!r}; write http://HOST:PORT#KEY with its public key of 64 hex digits"
             raise ValueError(f"{found}, each key once")
     if config.trust.quorum > len(config.trust.validators):
@@ -265,7 +266,9 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
         if not isinstance(fields, config_dict.ConfigDict):
             raise ValueError(f"evaluation.sets.{name} = {fields!r} is not a set; write dict({', '.join(least)})")
         if (env := fields.get("env", "")) and env not in envs:
-            found = f"evaluation.sets.{name}.env = {env!r} is not an environment of this run{cli.hint(str(env), envs)}"
+            found = (
+                f"evaluation.sets.{name}.env = {env!r} is not an environment of this run{text_lib.hint(str(env), envs)}"
+            )
             remedy = f"choose one of {', '.join(envs)}" if envs else "remove it: the run has one environment"
             raise ValueError(f"{found}; {remedy}")
         for field, value in fields.items():

@@ -1,7 +1,6 @@
 """The work directory of a run: its lock, its config, and its keys, which are generated at first use and reused after a resume."""
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -22,6 +21,7 @@ from sharding.format import journal, manifest
 from sharding.logs import run_logs
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Entries of a workdir whose run has not begun; rl.launch makes some.
@@ -239,9 +239,9 @@ def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, name: str = ".lock") -> Iterator[None]:
-    with open(path / name, "w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(files_lib.locked(path / name, wait=False))
         except BlockingIOError:
             raise ValueError(f"workdir {path} is in use by another run; wait, or use another --workdir") from None
         yield

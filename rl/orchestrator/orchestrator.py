@@ -47,7 +47,8 @@ from rl.protocol import lease as lease_lib
 from rl.reporting import diagnostics
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import atomic_file, role_metrics, sockets
+from sharding.logs import role_metrics
+from sharding.system import atomic_file, sockets
 
 STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S, EVALUATION_NOTICE_S = 30.0, 10.0

@@ -9,7 +9,7 @@ from rl.orchestrator import nodes
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.state import RunState
 from rl.orchestrator.verdicts import verdict_collector
-from sharding.system import role_metrics
+from sharding.logs import role_metrics
 
 COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
     server_faults undecided unanswered newcomer unverified trained_unverified_of_cheats""".split()

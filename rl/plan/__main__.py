@@ -11,13 +11,13 @@ from models import flops
 from rl.experiment import command, initial
 from rl.experiment import flags as command_line
 from rl.plan import lowered_programs, plan, roofline, sizes
-from sharding.system import compile_cache
+from sharding import programs
 
 
 def main() -> None:
     """Compiles each program of a config for a TPU topology, and prints its report; exits with code 1 if one does not fit."""
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine stays free for other programs
-    compile_cache.enable("")  # programs for other hardware would be read only by another plan
+    programs.enable_cache("")  # programs for other hardware would be read only by another plan
     config = flags.FLAGS.config
     topology = flags.FLAGS.topology or config.plan.topology
     if not topology:

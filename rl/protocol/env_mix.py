@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-from sharding.system import cli
+from sharding.system import text as text_lib
 
 MAX_PERIOD = 10_000  # groups after which the order repeats: it is computed at once
 MAX_DENOMINATOR = 10_000  # of a ratio, which may be written as 1 / 3
@@ -253,7 +253,7 @@ def _entry(key: str, fields: Any, defaults: Mapping[str, Any]) -> Entry:
     given = {name: fields[name] for name in fields}
     for name in given:
         if name not in ALL:
-            near = cli.hint(f"envs.{key}.{name}", [f"envs.{key}.{known}" for known in ALL])
+            near = text_lib.hint(f"envs.{key}.{name}", [f"envs.{key}.{known}" for known in ALL])
             raise ValueError(f"envs.{key} has no field {name!r}{near}; set one of {', '.join(ALL)}")
     if not given.get("name"):
         raise ValueError(f"envs.{key} names no environment; set envs.{key}.name, as in 'reverse_text' or 'gsm8k'")

@@ -7,8 +7,9 @@
 """
 
 import dataclasses
-import re
 from typing import Any
+
+from sharding.system import text as text_lib
 
 MAX_NUMBER = 2**48  # of an epoch or a version, as in sharding/format/head.py
 
@@ -32,7 +33,7 @@ class Policy:
         for name in ("epoch", "version"):
             if type(body[name]) is not int or not 0 <= body[name] <= MAX_NUMBER:
                 raise ValueError(f"policy has {name} = {body[name]!r:.80}; send an integer in 0..2^48")
-        if not isinstance(body["digest"], str) or not re.fullmatch("([0-9a-f]{64})?", body["digest"]):
+        if body["digest"] != "" and not text_lib.is_hex(body["digest"]):
             raise ValueError(f"policy has digest = {body['digest']!r:.80}; send 64 lowercase hex digits, or ''")
         return cls(**body)
 

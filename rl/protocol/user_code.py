@@ -19,6 +19,9 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from sharding.system import files as files_lib
+from sharding.system import text as text_lib
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STANDARD = pathlib.Path(inspect.__file__).parent  # of the library of Python, which its release covers
 OURS = ("configs", "inference", "models", "rl", "sharding")  # at ROOT; the user's code depends on their release
@@ -134,10 +137,7 @@ def digest(files: Iterable[tuple[str, pathlib.Path]], *texts: str) -> str:
     """Returns the SHA-256 (hex) over names and contents of files, and over `texts`. A file that does not exist counts as such."""
     total = hashlib.sha256()
     for name, path in sorted(files, key=lambda pair: pair[0]):
-        content = "absent"
-        if path.is_file():
-            with open(path, "rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+        content = files_lib.sha256(path) if path.is_file() else "absent"
         total.update(f"{name}\0{content}\n".encode())
     total.update("\0".join(texts).encode())
     return total.hexdigest()
@@ -148,7 +148,7 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_ERROR_CHARS] + where
+    return text_lib.printable(text)[:MAX_ERROR_CHARS] + where
 
 
 def check_arguments(function: Callable, name: str, form: str, count: int) -> None:

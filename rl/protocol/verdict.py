@@ -17,6 +17,7 @@ from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
 from sharding.system import signed_message
+from sharding.system import text as text_lib
 
 MAX_DETAIL = 500  # characters
 HALF_AT = 32  # groups that passed a replay, without a fault, bring a reputation from 0 to 1/2
@@ -62,7 +63,7 @@ class SignedVerdict:
                 raise ValueError(f"verdict has {name} = {body[name]!r:.80}; send a {kind}")
         verdict = cls(**body)
         is_clear = verdict.accepted == (verdict.reason == "ok") and re.fullmatch("[a-z_]{1,32}", verdict.reason)
-        if not (is_clear and 0 <= verdict.time_us < 2**53 and re.fullmatch("[0-9a-f]{128}", verdict.signature)):
+        if not (is_clear and 0 <= verdict.time_us < 2**53 and text_lib.is_hex(verdict.signature, 128)):
             found = f"accepted = {verdict.accepted}, reason {verdict.reason!r:.80}, time_us = {verdict.time_us!r:.20}"
             raise ValueError(
                 f"verdict has {found}; accept with the reason 'ok' alone, at a time of today, in lower-case hex"

@@ -20,7 +20,7 @@ from tensorboardX import event_file_writer
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from sharding.system import role_metrics
+from sharding.logs import role_metrics
 
 PROJECT = "intellax"
 

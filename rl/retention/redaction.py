@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import pathlib
-import re
 
 from cryptography import exceptions
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,6 +25,7 @@ from cryptography.hazmat.primitives.kdf import hkdf
 from inference.rollouts import parquet
 from rl.protocol import verdict
 from sharding.system import atomic_file
+from sharding.system import text as text_lib
 
 MODES = ("keep", "drop", "encrypt")
 FILE, HASHES, SEALED = "accepted.parquet", "redacted.json", "accepted.parquet.sealed"
@@ -49,7 +49,7 @@ class Rule:
         if (self.mode == "encrypt") != bool(self.recipient):
             remedy = "set it to the key that python -m rl.retention key prints, with retention.mode = 'encrypt' alone"
             raise ValueError(f"retention.recipient = {self.recipient!r} and retention.mode = {self.mode!r}; {remedy}")
-        if self.recipient and not re.fullmatch("[0-9a-f]{64}", self.recipient):
+        if self.recipient and not text_lib.is_hex(self.recipient):
             raise ValueError(f"retention.recipient = {self.recipient!r} is not a public key; write 64 hex digits")
 
 

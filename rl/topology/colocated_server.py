@@ -1,6 +1,6 @@
 """The inference server of a run as a thread of the learner's process, so that one process per host uses the accelerator.
 
-1. `start` hands the learner's parameters to an engine (sharding/handover.py), compiles it, and serves the data routes of
+1. `start` hands the learner's parameters to an engine (`mesh.hand_over`), compiles it, and serves the data routes of
    inference/serve.py.
 2. `join` signs the server in at the orchestrator. Heartbeats name the policies to load, as for any server.
 3. Before each train step the learner calls `release`: on devices that both use, the engine stops, and its cache leaves them.
@@ -32,7 +32,8 @@ from rl.experiment import command
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import timeline
 from rl.topology import layout
-from sharding import broadcast, handover
+from sharding import broadcast
+from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import secret_file, sockets
@@ -142,5 +143,5 @@ def _placed(params, policy: timeline.Policy, digest: str, targets, base=None) ->
     """Returns `params` on the engine's devices, as if pulled from the published version; `base`, if given, is on them already."""
     tree, base = lora.published(params), {} if base is None else {lora.BASE: base}
     own = {name: part for name, part in tree.items() if name not in base}
-    placed = handover.place(own, {name: targets[name] for name in own}) | base
+    placed = mesh_lib.hand_over(own, {name: targets[name] for name in own}) | base
     return broadcast.Pulled(policy.version, placed, {}, "", epoch=policy.epoch, sha256=digest)

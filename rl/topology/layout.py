@@ -12,7 +12,6 @@ import jax
 
 from inference.engine import engine as engine_lib
 from rl.experiment import experiment as experiment_lib
-from sharding import accelerator
 from sharding import mesh as mesh_lib
 
 
@@ -27,7 +26,7 @@ def learner_mesh(config) -> jax.sharding.Mesh:
     """Returns the mesh of `config.mesh` over the learner's part of all devices of all hosts."""
     axes = config.mesh.to_dict()
     num_rollout_devices = axes.pop("rollout_devices")
-    return mesh_lib.create(axes, split(accelerator.devices(), num_rollout_devices)[0])
+    return mesh_lib.create(axes, split(mesh_lib.devices(), num_rollout_devices)[0])
 
 
 def engine_mesh(experiment: experiment_lib.Experiment) -> jax.sharding.Mesh:

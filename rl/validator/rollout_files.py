@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from inference.rollouts import parquet_footer
+from sharding.system import files as files_lib
 
 
 def locate(root: pathlib.Path, name: str) -> pathlib.Path:
@@ -39,8 +40,7 @@ def check(paths: Sequence[pathlib.Path], shas: Sequence[str]) -> None:
             raise ValueError(f"file: {path.name} does not exist in the rollout directory; upload it first")
     parquet_footer.check_size(sum(path.stat().st_size for path in paths))
     for path, sha in zip(paths, shas, strict=True):
-        with open(path, "rb") as file:
-            _check_hash(path, hashlib.file_digest(file, "sha256").hexdigest(), sha)
+        _check_hash(path, files_lib.sha256(path), sha)
 
 
 def read(path: pathlib.Path, sha: str) -> bytes:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import re
 import sys
 import threading
 
@@ -31,7 +30,9 @@ from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import evidence_log, run_bands, verifier
 from sharding import broadcast, bucket
-from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
+from sharding.logs import role_metrics
+from sharding.system import cli, sign_in, signed_message, sockets
+from sharding.system import text as text_lib
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 REPORT_S = 30.0  # between two lines about verdicts
@@ -125,7 +126,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.ledger and not args.key:
         raise ValueError(f"--ledger {args.ledger} needs the key that keeps the ledger; give its file with --key")
     run = args.run or run_directory.public_key(workdir)
-    if run is None or not re.fullmatch("[0-9a-f]{64}", run):
+    if not text_lib.is_hex(run):
         raise ValueError(
             f"the run's public key is {run!r}; give 64 hex digits with --run, or a --workdir with weights.key"
         )

@@ -26,7 +26,6 @@ import hashlib
 import itertools
 import math
 import pathlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from rl.validator import rollout_files
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import checks, verifier
+from sharding.system import text as text_lib
 
 Status = validator_status.Status
 Checked = validator_status.Checked
@@ -115,7 +115,7 @@ class Service:
         Raises ValueError for a bad name or hash, a missing file, or work that is not in the ledger. A group that misses a file
         has the status "incomplete_group" instead.
         """
-        are_hashes = all(isinstance(sha, str) and re.fullmatch("[0-9a-f]{64}", sha) for sha in shas)
+        are_hashes = all(map(text_lib.is_hex, shas))
         if not are_hashes or not 0 < len(shas) <= MAX_GROUP_FILES:
             rule = f"file_sha must be a SHA-256 as 64 lower-case hex digits, for 1 to {MAX_GROUP_FILES} files"
             raise ValueError(f"{rule}; correct it")

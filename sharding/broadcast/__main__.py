@@ -97,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
     source = args.source.split(",")
     found = broadcast.versions(source, key=args.key) if args.version is None else [args.version]
     if not found:
-        raise FileNotFoundError(f"no version under {args.source} yet: pass WORKDIR/weights of a run")
+        raise FileNotFoundError(f"no version under {args.source} yet; pass WORKDIR/weights of a run")
     for version in found:
         print(_describe(broadcast.read_manifest(source, version, key=args.key)))
     return 0
@@ -105,7 +105,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     if args.count is not None and args.count < 1:
-        raise ValueError(f"--count = {args.count} must be at least 1: leave it out to watch without end")
+        raise ValueError(f"--count = {args.count} must be at least 1; leave it out to watch without end")
     if not ("://" in args.source or pathlib.Path(args.source).is_dir()):
         print(f"waiting for a publisher to create {args.source}", file=sys.stderr, flush=True)
     watched = broadcast.watch(args.source.split(","), after=args.after, key=args.key)
@@ -137,7 +137,7 @@ def _publish_dir(args: argparse.Namespace) -> int:
 
 def _renew(args: argparse.Namespace) -> int:
     if destination.read(args.root, head.NAME) is None:
-        raise FileNotFoundError(f"{args.root} has no {head.NAME} to renew: name the root of a run, WORKDIR/weights")
+        raise FileNotFoundError(f"{args.root} has no {head.NAME} to renew; name the root of a run, WORKDIR/weights")
     writer = head_writer.HeadWriter(args.root, signed_message.load_key(args.key_file), root_file=args.root_file)
     with destination.locked(args.root):
         writer.refresh()
@@ -149,22 +149,22 @@ def _keys(args: argparse.Namespace) -> int:
     data = path.read_bytes() if path.exists() else b""
     if args.sign:
         if not 0 < args.days <= MAX_DAYS:
-            raise ValueError(f"--days = {args.days} must be above 0 and at most {MAX_DAYS}: set it to an allowed value")
+            raise ValueError(f"--days = {args.days} must be above 0 and at most {MAX_DAYS}; set it to an allowed value")
         changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
         keys, expires_s = list(map(signed_message.load_key, args.sign)), time.time() + 86400 * args.days
         data = roots.amend(data, keys, expires_s=expires_s, **changes)
         atomic_file.write(path, data, durable=True)
     elif args.root or args.online:
-        raise ValueError("a change must be signed: give --sign and the PEM files of the root keys")
+        raise ValueError("a change must be signed; give --sign and the PEM files of the root keys")
     elif not data:
-        raise FileNotFoundError(f"{path} does not exist: give --root, --online and --sign to make it")
+        raise FileNotFoundError(f"{path} does not exist; give --root, --online and --sign to make it")
     print(roots.describe(data))
     return 0
 
 
 def _public_hex(key: str) -> str:
     if not os.path.exists(key) and re.fullmatch("[0-9a-fA-F]+", key) and len(key) != 64:
-        raise ValueError(f"{key} has {len(key)} hex digits, but a public key has 64: give these, or a PEM file")
+        raise ValueError(f"{key} has {len(key)} hex digits, but a public key has 64; give these, or a PEM file")
     if re.fullmatch("[0-9a-fA-F]{64}", key):
         return key.lower()
     return signed_message.load_key(key).public_key().public_bytes_raw().hex()
@@ -174,13 +174,13 @@ def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
     """Returns all tensors of a directory's *.safetensors by name, memory-mapped. Raises ValueError for a malformed file."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"no *.safetensors in {directory}: give a directory with a model's weights")
+        raise FileNotFoundError(f"no *.safetensors in {directory}; give a directory with a model's weights")
     found: dict[str, np.ndarray] = {}
     for path in paths:
         entries, data = safetensors_header.read(path), np.memmap(path, np.uint8, "r")
         for name, (dtype, shape, start) in entries.items():
             if name in found:
-                raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of the two files")
+                raise ValueError(f"tensor {name!r} of {path} is also in another file; delete one of the two files")
             found[name] = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return found
 

@@ -50,8 +50,8 @@ class Pulled:
         """Returns those leaves, by name, whose tensors are the same in the version of manifest `target`, and that nothing may have overwritten."""
         ours, theirs = _contents(self.tensors), _contents(target.tensors)
         leaves = tree.flatten(self.params, chunks.check_array)[0] if self.tensors else {}
-        is_safe = lambda leaf: not (isinstance(leaf, np.ndarray) and leaf.flags.writeable)  # noqa: E731
-        return {name: x for name, x in leaves.items() if is_safe(x) and name in theirs and ours[name] == theirs[name]}
+        safe = {name: x for name, x in leaves.items() if not (isinstance(x, np.ndarray) and x.flags.writeable)}
+        return {name: leaf for name, leaf in safe.items() if name in theirs and ours[name] == theirs[name]}
 
     def locked(self) -> "Pulled":
         """Makes numpy arrays read-only, so that a later `pull` may return them again, and returns this version."""
@@ -117,7 +117,7 @@ def make_plan(source: source_lib.Source, target: manifest.Manifest, base: Pulled
             to_snapshot = list(chain)
         if to_snapshot is not None and (base is None or last.delta_of is None or last.delta_of <= base.version):
             break
-        text = f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it: publish a snapshot"
+        text = f"version {target.version} has no snapshot in the {MAX_CHAIN} versions before it; publish a snapshot"
         journal.require(len(chain) <= MAX_CHAIN, text)
         assert last.delta_of is not None  # without deltas it is a snapshot, at which the loop has ended
         try:
@@ -263,7 +263,7 @@ class _Reader:
     def _base_chunk(self, tensor: manifest.Tensor, region: Region) -> np.ndarray:
         values = chunks.host_chunk(self._plan.base_leaves[tensor.name], tensor, region)
         if values is None:
-            text = f"this host's devices do not have {region} of tensor {tensor.name!r} of the base: pull without base"
+            text = f"this host's devices do not have {region} of tensor {tensor.name!r} of the base; pull without base"
             raise FileNotFoundError(text)
         return values
 
@@ -309,7 +309,7 @@ def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> No
         "by another run; pull a newer snapshot",
     )
     layouts = [[dataclasses.replace(t, chunks=(), deltas=None) for t in m.tensors] for m in (later, earlier)]
-    journal.require(layouts[0] == layouts[1], f"{text}, which has other tensors: pull a snapshot")
+    journal.require(layouts[0] == layouts[1], f"{text}, which has other tensors; pull a snapshot")
 
 
 def _num_bytes(chain: Sequence[manifest.Manifest], snapshot: manifest.Manifest | None) -> int:

@@ -7,7 +7,6 @@ Nothing is synced to disk (docs/decisions/broadcast.md).
 
 import contextlib
 import errno
-import fcntl
 import functools
 import json
 import os
@@ -23,6 +22,7 @@ import tensorstore as ts
 from sharding import bucket
 from sharding.format import journal
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 Buffer = bytes | memoryview
 
@@ -78,7 +78,7 @@ def base_of(root: str | os.PathLike, version: int) -> int | None:
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
         text = f"manifest of version {version} under {root} begins with {head!r}, not with its base"
-        raise journal.CorruptSource(f"{text}: remove() the version")
+        raise journal.CorruptSource(f"{text}; remove() the version")
     return json.loads(found[1])
 
 
@@ -95,8 +95,7 @@ class Directory:
     def lock(self) -> None:
         """Locks the root directory; blocks while another publisher has it locked. The kernel frees the lock of a dead process."""
         self._root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self._root, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = files_lib.lock(self._root, files_lib.FOLDER)
 
     def begin(self) -> None:
         """Deletes unfinished versions under the root, and makes this version's directory. One host calls it, after `lock`."""

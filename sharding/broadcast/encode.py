@@ -32,7 +32,7 @@ class HostCopy:
     def chunk(self, t: manifest.Tensor, number: int) -> np.ndarray:
         """Returns the bytes of chunk `number` of tensor `t`. Raises ValueError if another host wrote that chunk."""
         if (t.name, number) not in self.chunks:
-            raise ValueError(f"tensor {t.name!r} was sharded differently in the last version: create a new Publisher")
+            raise ValueError(f"tensor {t.name!r} was sharded differently in the last version; create a new Publisher")
         return self.chunks[t.name, number]
 
 

@@ -57,7 +57,7 @@ class HeadWriter:
         if head is not None and (epoch, version) <= head.order:
             order = "version {1} of epoch {0}".format(*head.order)
             text = f"version {version} of epoch {epoch} is not newer than {order}, which the head lists"
-            raise ValueError(f"{text}: publish a newer version, or resume with a new Publisher")
+            raise ValueError(f"{text}; publish a newer version, or resume with a new Publisher")
         entries = self._entries(head, existing if begins else head and head.versions or ())
         self._write(epoch, entries, version, durable=begins and self._is_run)
         self.epoch = epoch
@@ -114,10 +114,10 @@ class HeadWriter:
         if head_lib.NAME in errors and head is None:
             text = f"{self._root}/{head_lib.NAME} cannot be followed ({errors[head_lib.NAME]})"
             remedy = "publish with the key that signed it, name the newer root file, or use another root"
-            raise ValueError(f"{text}: {remedy}")
+            raise ValueError(f"{text}; {remedy}")
         if self.epoch is not None and head is not None and head.epoch != self.epoch:
             text = f"another publisher has begun epoch {head.epoch} under {self._root}, after this one's {self.epoch}"
-            raise ValueError(f"{text}: only the newest may go on; stop one of them")
+            raise ValueError(f"{text}; only the newest may go on; stop one of them")
         return head
 
     def _entries(self, head: head_lib.Head | None, versions: Collection[int]) -> list[head_lib.Entry]:

@@ -111,7 +111,7 @@ def _whole(transfer: Callable[[memoryview], int], array: np.ndarray) -> None:
     view = array.reshape(-1).view(np.uint8).data
     while view:
         if not (size := transfer(view)):
-            raise OSError(f"the temporary file of new weights lacks {view.nbytes} bytes: free space under TMPDIR")
+            raise OSError(f"the temporary file of new weights lacks {view.nbytes} bytes; free space under TMPDIR")
         view = view[size:]
 
 
@@ -165,13 +165,13 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
         is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
         if not is_abstract and not isinstance(leaf, jax.sharding.Sharding):
             text = f"leaf {name!r} of shardings is a {type(leaf).__name__}"
-            raise ValueError(f"{text}: pass a Sharding, or ShapeDtypeStruct with one")
+            raise ValueError(f"{text}; pass a Sharding, or ShapeDtypeStruct with one")
 
     leaves, _ = tree.flatten(shardings, check)
     unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))
     if unmatched:
         text = f"tensors of shardings and version {target.version} differ in {unmatched[:8]}"
-        raise ValueError(f"{text}: use that model's config")
+        raise ValueError(f"{text}; use that model's config")
     checked = {}
     for t in target.tensors:
         leaf = leaves[t.name]
@@ -179,14 +179,14 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
             if (leaf.shape, leaf.dtype.name) != (t.shape, t.dtype):
                 found = f"tensor {t.name!r} of version {target.version} is {t.dtype}{list(t.shape)}"
                 found += f", but the model has {leaf.dtype.name}{list(leaf.shape)}"
-                raise ValueError(f"{found}: use that model's config")
+                raise ValueError(f"{found}; use that model's config")
             leaf = leaf.sharding
         if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # jax would truncate silently
-            raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow to 32 bits: set jax_enable_x64")
+            raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow to 32 bits; set jax_enable_x64")
         try:
             leaf.shard_shape(t.shape)
         except ValueError as error:
-            text = f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}: change the mesh"
+            text = f"tensor {t.name!r} of shape {t.shape} does not fit its sharding: {error}; change the mesh"
             raise ValueError(text) from error
         checked[t.name] = leaf
     return checked

@@ -48,17 +48,17 @@ class PublishOptions:
     def __post_init__(self):
         if not 1 <= self.head_s <= head_writer.FINISHED_S:
             most = head_writer.FINISHED_S
-            raise ValueError(f"head_s={self.head_s} must be 1 to {most:.0f} seconds: pass 86400 for a day")
+            raise ValueError(f"head_s={self.head_s} must be 1 to {most:.0f} seconds; pass 86400 for a day")
         if self.keep < 1:
-            raise ValueError(f"keep={self.keep} would delete the version just published: set keep to 1 or more")
+            raise ValueError(f"keep={self.keep} would delete the version just published; set keep to 1 or more")
         names = (
             {self.dtype or "float32"} if self.dtype is None or isinstance(self.dtype, str) else {*self.dtype.values()}
         )
         for name in names:
             if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
-                raise ValueError(f"dtype {name!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
+                raise ValueError(f"dtype {name!r} is not a floating dtype of a tensor; pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
-            text = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters: shorten it"
+            text = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters; shorten it"
             raise ValueError(text)
 
 
@@ -81,7 +81,7 @@ class Publisher:
         fixed: str = "",
     ):
         if snapshot_every < 1:
-            raise ValueError(f"snapshot_every={snapshot_every} must be at least 1: pass 1 for snapshots only")
+            raise ValueError(f"snapshot_every={snapshot_every} must be at least 1; pass 1 for snapshots only")
         self._root, self._options, self._snapshot_every = root, options, snapshot_every
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
@@ -143,7 +143,7 @@ class Publisher:
         blank = {t.name: dataclasses.replace(t, chunks=(), deltas=None) for t in same.tensors}
         if bad := sorted(t.name for t in plan.tensors if t.name in fixed and blank.get(t.name) != t):
             text = f"fixed tensor {bad[0]!r} has another shape, dtype or tie than in version {same.version}"
-            raise ValueError(f"{text}: create a new Publisher")
+            raise ValueError(f"{text}; create a new Publisher")
         return dataclasses.replace(plan, fixed=fixed, same=same)
 
     def _refresh(self) -> None:
@@ -189,7 +189,7 @@ def publish(
 def _plan(params: Any, version: int, options: PublishOptions, metadata: dict | None) -> encode.Plan:
     """Returns the plan that writes a snapshot. Raises ValueError, before any work, if something cannot be published."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise ValueError(f"version {version!r} must be an integer >= 0: pass the learner's step")
+        raise ValueError(f"version {version!r} must be an integer >= 0; pass the learner's step")
     metadata = manifest.readable(metadata)
     leaves, containers, ties = encode.named_leaves(params)
     tensors = [encode.blank_tensor(name, leaf, options.dtype, ties.get(name)) for name, leaf in leaves.items()]
@@ -204,38 +204,54 @@ def _head_writer(root, options: PublishOptions, **fields) -> head_writer.HeadWri
 
 
 def _publish(plan: encode.Plan, root, options: PublishOptions, heads, copy=None, snapshot=False) -> Manifest:
-    """Publishes a version: deltas from `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`."""
-    stage = functools.partial(_stage, plan.version, root, options.keep)
-    num_hosts, is_first, epoch = jax.process_count(), jax.process_index() == 0, None
+    """Publishes a version: deltas from `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`. All hosts call it."""
     with contextlib.closing(destination.create(root, plan.version)) as out:
+        if jax.process_index() == 0:
+            return _publish_first(out, plan, root, options, heads, copy, snapshot)
+        return _publish_other(out, plan, root, options, copy, snapshot)
+
+
+def _publish_first(out, plan: encode.Plan, root, options: PublishOptions, heads, copy, snapshot) -> Manifest:
+    """Publishes on the first host, which begins the version, makes it visible, and deletes old ones, or this one after an error."""
+    stage = functools.partial(_stage, plan.version, root, options.keep)
+    with stage():
+        out.lock()
+        existing = _check_is_newer(root, plan.version)
+        epoch = None if heads is None else heads.begin(plan.version, existing)
+        out.begin()
+    try:
         with stage():
-            if is_first:
-                out.lock()
-                existing = _check_is_newer(root, plan.version)
-                if heads is not None:
-                    epoch = heads.begin(plan.version, existing)
-                out.begin()
-        try:
-            with stage():
-                plan = _plan_deltas(plan, root, copy, snapshot)
-                part = dataclasses.replace(encode.write_chunks(out, plan, copy), epoch=epoch)
-                if num_hosts > 1:
-                    out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
-            with stage():
-                written = _finish(out, plan, options, part)
-                existing = _versions(root) if is_first else []
-                unneeded = _unneeded(root, existing, options.keep)
-                if heads is not None:
-                    heads.add(plan.version, out.get("manifest.json"), {*existing} - {*unneeded})
-        except BaseException:
-            if is_first:
-                out.abort()
-            raise
-        if is_first:
-            for i in range(num_hosts) if num_hosts > 1 else ():
-                out.delete(_part_name(i))  # every host has read them
-            for old in unneeded:
-                destination.remove(root, old)
+            plan, part = _write_part(out, plan, root, copy, snapshot, epoch)
+        with stage():
+            parts = _parts(out, part)
+            written = _merge(plan, options, parts)
+            data = manifest.encode(written, options.key)
+            for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
+                out.note(entry)  # two hosts must not append to one file of a network drive
+            out.finish(data)
+            existing = _versions(root)
+            unneeded = _unneeded(root, existing, options.keep)
+            if heads is not None:
+                heads.add(plan.version, data, {*existing} - {*unneeded})
+    except BaseException:
+        out.abort()
+        raise
+    for i in range(len(parts)) if len(parts) > 1 else ():
+        out.delete(_part_name(i))  # every host has read them
+    for old in unneeded:
+        destination.remove(root, old)
+    return written
+
+
+def _publish_other(out, plan: encode.Plan, root, options: PublishOptions, copy, snapshot) -> Manifest:
+    """Publishes on a host other than the first: waits for it at each stage, and writes its own chunks."""
+    stage = functools.partial(_stage, plan.version, root, options.keep)
+    with stage():  # the first host begins the version
+        pass
+    with stage():
+        plan, part = _write_part(out, plan, root, copy, snapshot)
+    with stage():
+        written = _merge(plan, options, _parts(out, part))
     return written
 
 
@@ -251,22 +267,22 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
             raise
         text = f"no space left to publish version {version}, which was deleted"
         remedy = f"free space, or keep fewer than {keep} versions (in a run: lower rl.max_off_policy)"
-        raise OSError(errno.ENOSPC, f"{text}: {remedy}", str(root)) from error
+        raise OSError(errno.ENOSPC, f"{text}; {remedy}", str(root)) from error
     finally:
         if jax.process_count() > 1:
             others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
             if not failed and len(others):
                 found = f"hosts {others.tolist()} could not publish version {version}, so it is not published"
-                raise transport.RemoteHostError(f"{found}: see their logs")
+                raise transport.RemoteHostError(f"{found}; see their logs")
 
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> list[int]:
     """Returns the versions under `root`. Raises ValueError unless `version` is newer."""
     existing = _versions(root)
     if version in existing:
-        raise ValueError(f"version {version} exists under {root} and cannot change: remove() it, or pass a newer one")
+        raise ValueError(f"version {version} exists under {root} and cannot change; remove() it, or pass a newer one")
     if existing and version < existing[-1]:
-        raise ValueError(f"version {version} is older than {existing[-1]} under {root}: remove() the newer ones first")
+        raise ValueError(f"version {version} is older than {existing[-1]} under {root}; remove() the newer ones first")
     return existing
 
 
@@ -282,7 +298,7 @@ def _plan_deltas(plan: encode.Plan, root, copy: encode.HostCopy | None, snapshot
         old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
         if bad := sorted(name for name in old | new if old.get(name) != new.get(name)):
             text = f"tensor {bad[0]!r} has another shape, dtype or tie than in version {before.version}"
-            raise ValueError(f"{text}: create a new Publisher")
+            raise ValueError(f"{text}; create a new Publisher")
         if all(chunks.fits(b.chunk, plan.leaves[b.name]) for b in before.tensors):
             tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in zip(plan.tensors, before.tensors, strict=True)]
             return dataclasses.replace(plan, tensors=tensors, before=before, writes_arrays=snapshot)
@@ -290,13 +306,28 @@ def _plan_deltas(plan: encode.Plan, root, copy: encode.HostCopy | None, snapshot
     return plan
 
 
-def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPart) -> Manifest:
-    """Merges the parts of all hosts into the manifest and returns it. The first host writes it."""
-    parts, before = [part], plan.before
+def _write_part(
+    out, plan: encode.Plan, root, copy: encode.HostCopy | None, snapshot: bool, epoch: int | None = None
+) -> tuple[encode.Plan, encode.HostPart]:
+    """Writes this host's chunks. Returns the plan, with deltas if possible, and the part."""
+    plan = _plan_deltas(plan, root, copy, snapshot)
+    part = dataclasses.replace(encode.write_chunks(out, plan, copy), epoch=epoch)
     if jax.process_count() > 1:
-        parts = [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(jax.process_count())]
-    merged = encode.merge(plan, parts)
-    written = Manifest(
+        out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
+    return plan, part
+
+
+def _parts(out, part: encode.HostPart) -> list[encode.HostPart]:
+    """Returns the parts of all hosts: `part` alone, if there is one host."""
+    if jax.process_count() == 1:
+        return [part]
+    return [encode.HOST_PART.validate_json(out.get(_part_name(i))) for i in range(jax.process_count())]
+
+
+def _merge(plan: encode.Plan, options: PublishOptions, parts: list[encode.HostPart]) -> Manifest:
+    """Returns the manifest of a version that consists of `parts`."""
+    before, merged = plan.before, encode.merge(plan, parts)
+    return Manifest(
         version=plan.version,
         base=None if before is None or plan.writes_arrays else before.version,
         delta_of=None if before is None else before.version,
@@ -311,12 +342,6 @@ def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPa
         public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
         epoch=parts[0].epoch,
     )
-    if jax.process_index() == 0:
-        data = manifest.encode(written, options.key)
-        for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
-            out.note(entry)  # two hosts must not append to one file of a network drive
-        out.finish(data)
-    return written
 
 
 def _part_name(process: int) -> str:

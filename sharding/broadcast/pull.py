@@ -62,7 +62,7 @@ def pull(
     """
     with _opened(source, key) as opened:
         target, sha256 = _target(opened, version, epoch, digest)
-        text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
+        text = f"version {target.version} is of run {target.run!r}, not of {run!r}; use the right run's source or name"
         journal.require(run in (None, target.run), text)
 
         kept = {} if base is None else base.unchanged(target)
@@ -177,7 +177,7 @@ def _opened(source: Source, key: Trusted = None) -> contextlib.AbstractContextMa
     trusted = head_lib.verifier_of(key)
     if trusted is not None and (source.trusted is None or source.trusted.name != trusted.name):
         name = None if source.trusted is None else source.trusted.name
-        raise ValueError(f"the source was opened with key {name}, not {trusted.name}: open it with that trusted_key")
+        raise ValueError(f"the source was opened with key {name}, not {trusted.name}; open it with that trusted_key")
     return contextlib.nullcontext(source)
 
 
@@ -232,9 +232,9 @@ def _wait_exactly(opened: source_lib.Source, version: int, epoch: int | None, di
             time.sleep(POLL_S)
         if _is_gone(opened, version, epoch, digest):
             found = f"version {version} with manifest {digest[:16]} is not published any more"
-            raise FileNotFoundError(f"{found}: pull the newest version")
+            raise FileNotFoundError(f"{found}; pull the newest version")
         if time.monotonic() >= deadline_s:
-            raise TimeoutError(f"{reason}: compare the source with the one that the run publishes to")
+            raise TimeoutError(f"{reason}; compare the source with the one that the run publishes to")
 
 
 def _is_gone(opened: source_lib.Source, version: int, epoch: int | None, digest: str) -> bool:
@@ -270,7 +270,7 @@ def _target(
     if version is None:
         order = _newest(opened)
         if order is None:
-            raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: call wait_for() first")
+            raise FileNotFoundError(f"no version under {opened.stats()['source']} yet; call wait_for() first")
         version = order[1]
     elif opened.trusted is not None:
         listed = opened.trusted.head and opened.trusted.head.versions.get(version)
@@ -283,5 +283,5 @@ def _target(
         text = f"version {version} under {opened.stats()['source']} is of epoch {found.epoch or 0}"
         text += f", manifest {sha256[:16]}"
         remedy = "a resumed run has published it again; wait for its source, or use the run's newest"
-        raise FileNotFoundError(f"{text}, not of {wanted}: {remedy}")
+        raise FileNotFoundError(f"{text}, not of {wanted}; {remedy}")
     return found, sha256

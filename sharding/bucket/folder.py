@@ -7,6 +7,7 @@ from concurrent import futures
 
 from sharding.bucket import mirror, storage
 from sharding.system import atomic_file, cli
+from sharding.system import files as files_lib
 
 NUM_DOWNLOADS = 2  # each has its file in memory
 FILE_S = 3600.0  # for one file
@@ -23,7 +24,7 @@ def downloaded(url: str, names: Sequence[str] = ("*",)) -> pathlib.Path:
     folder = mirror.local_folder(url)
     folder.mkdir(parents=True, exist_ok=True)
     record = folder.parent / "generations.json"
-    with mirror.locked(folder.parent / ".lock"):
+    with files_lib.locked(folder.parent / ".lock"):
         keys = [key for key in bucket.keys(storage.START_S) if storage.matches(key, names)]
         if not keys:
             raise ValueError(f"{bucket.url} has no files{'' if '*' in names else f' like {names[0]}'}; correct the URL")

@@ -20,7 +20,6 @@ The command works in a folder of this machine, a cache. At the URL of the workin
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -39,7 +38,9 @@ from typing import Any
 
 from sharding.bucket import snapshot, storage
 from sharding.format import digests, journal
-from sharding.system import atomic_file, cli
+from sharding.system import atomic_file, cli, retries
+from sharding.system import files as files_lib
+from sharding.system import text as text_lib
 
 HEAD = "head.json"
 EVERY_S, BEAT_S, LEASE_S = 10.0, 15.0, 60.0
@@ -76,7 +77,7 @@ class Head:
         """Returns the head in `data`. Raises ValueError if it is none."""
         try:
             fields = json.loads(data)
-            if fields.pop("format") != 1 or not re.fullmatch("([0-9a-f]{64})?", fields["manifest"]):
+            if fields.pop("format") != 1 or (fields["manifest"] != "" and not text_lib.is_hex(fields["manifest"])):
                 raise ValueError("its format is not 1")
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -144,7 +145,8 @@ def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_opt
         return folder
     bucket = storage.Storage(str(workdir).rstrip("/"))
     copy = _own_copy(folder, names)
-    with futures.ThreadPoolExecutor(NUM_REQUESTS) as pool, locked(copy.parent / ".lock"):
+    copy.parent.mkdir(parents=True, exist_ok=True)  # again, if the user has emptied the cache
+    with futures.ThreadPoolExecutor(NUM_REQUESTS) as pool, files_lib.locked(copy.parent / ".lock"):
         for is_last in (False, False, True):
             data, _ = bucket.read(HEAD, storage.START_S)
             if data is None and not is_optional:
@@ -171,13 +173,10 @@ def _own_copy(folder: pathlib.Path, names: Sequence[str]) -> pathlib.Path:
         if copy in _READING:
             return copy
         copy.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(copy.parent / READER, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _READING[copy] = files_lib.lock(copy.parent / READER, wait=False)  # until this process ends
         except BlockingIOError:
-            os.close(lock)
             continue
-        _READING[copy] = lock  # until this process ends
         return copy
     raise AssertionError
 
@@ -234,13 +233,14 @@ class Mirror:
     def pace(self) -> None:
         """Blocks while the newest state in the bucket is older than `BACKLOG_S`. Raises the error that ended the mirror."""
         with self._changed:
-            is_late = lambda: time.monotonic() - self._saved_s > BACKLOG_S  # noqa: E731
-            if is_late():
-                cli.note(
-                    f"the newest state in {self._storage.url} is {BACKLOG_S:.0f} s old: the run waits for the bucket"
-                )
-            self._changed.wait_for(lambda: self._failure or not is_late())
+            if self._is_late():
+                text = f"the newest state in {self._storage.url} is {BACKLOG_S:.0f} s old"
+                cli.note(f"{text}; the run waits for the bucket")
+            self._changed.wait_for(lambda: self._failure or not self._is_late())
         self.check()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._saved_s > BACKLOG_S
 
     def close(self, patience_s: float) -> None:
         """Writes the last state. Raises Unavailable if the bucket does not take it in time, and ValueError after a takeover."""
@@ -271,7 +271,7 @@ class Mirror:
         while not is_own and not head.is_closed and time.monotonic() - begun_s < LEASE_S:
             if head is first and time.monotonic() - begun_s < 1:
                 text = f"{self._storage.url} was in use by {head.host} until {max(0.0, time.time() - head.time_s):.0f} s ago"
-                cli.note(f"{text}: waiting {LEASE_S:.0f} s, in case that it is alive")
+                cli.note(f"{text}; waiting {LEASE_S:.0f} s, in case that it is alive")
             time.sleep(min(1.0, LEASE_S / 4))
             found, self._generation = self._storage.read(HEAD, storage.START_S)
             head = Head.parse(found or b"", self._storage.url)
@@ -296,7 +296,7 @@ class Mirror:
                     other = Head.parse(found or b"", self._storage.url).host
                     found = f"workdir {self._storage.url} is in use by another run now ({other})"
                     cause = f"it began at the same time, or this one was silent for {LEASE_S:.0f} s"
-                    raise ValueError(f"{found}: {cause}; end one of the two")
+                    raise ValueError(f"{found} ({cause}); end one of the two")
             self._head, self._generation = head, generation
 
     def check(self) -> None:
@@ -322,7 +322,7 @@ class Mirror:
         own = [key for key in self._storage.keys() if key.startswith(("files/", "manifests/"))]
         self._write_head()  # then none of them is of a later owner
         self._storage.delete(key for key in own if key not in known)  # of a kill
-        pause_s, retry_s = 0.0, RETRY_S
+        pause_s, retry_pauses = 0.0, retries.Backoff(RETRY_S, MAX_RETRY_S)
         while not self._closed.is_set():
             self._wake.wait(pause_s)
             is_last, begun_s = self._ending.is_set(), time.monotonic()
@@ -331,11 +331,11 @@ class Mirror:
             except (sqlite3.Error, _Incomplete, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
+                retry_s = retry_pauses.next_s()
                 cli.note(f"{self.folder} could not be captured for its bucket ({error}); next try in {retry_s:.0f} s")
                 self._closed.wait(retry_s)
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
-            retry_s = RETRY_S
+            retry_pauses.reset()
             with self._changed:
                 self._saved_s = begun_s
                 self._changed.notify_all()
@@ -436,12 +436,3 @@ def _is_whole(folder: pathlib.Path, files: Mapping[str, snapshot.File]) -> bool:
 def _lasting(paths: Iterable[str]) -> set[str]:
     """Returns the names that a working directory keeps once it has them: its files at the top, and "checkpoints" if a step has one."""
     return {path.partition("/")[0] for path in paths if "/" not in path or MAY_LACK.match(path)}
-
-
-@contextlib.contextmanager
-def locked(path: pathlib.Path) -> Iterator[None]:
-    """Waits for the lock file `path`, and has it during the block."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

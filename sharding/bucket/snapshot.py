@@ -91,7 +91,7 @@ def parse(data: bytes, place: str) -> dict[str, File]:
             files[path] = file = File(size, mode, block_bytes, tuple(names))
             is_inside = not path.startswith(".") and not {"", ".", ".."} & {*path.split("/")} and "\0" not in path
             is_possible = size >= 0 <= mode <= 0o777 and block_bytes > 0 and type(size + mode + block_bytes) is int
-            are_names = all(re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", name) for name in names)
+            are_names = all(re.fullmatch(r"[0-9a-f]{64}\.\d+", name) for name in names)
             if not (is_inside and is_possible and are_names and file.blocks(path) is not None):
                 raise ValueError(f"file {path!r}")
         return files
@@ -208,9 +208,10 @@ def _units(folder: pathlib.Path, top: str) -> list[pathlib.Path]:
     path = folder / top
     if top not in FIRST:
         return [] if _LEFT_OUT.match(top) else [path]
-    units = sorted(path.iterdir()) if path.is_dir() else []
-    is_whole = lambda unit: top != "weights" or unit.is_file() or (unit / "manifest.json").exists()  # noqa: E731
-    return [unit for unit in units if not _LEFT_OUT.match(unit.name) and is_whole(unit)]
+    units = [unit for unit in sorted(path.iterdir()) if not _LEFT_OUT.match(unit.name)] if path.is_dir() else []
+    if top == "weights":  # a version is whole with its manifest
+        return [unit for unit in units if unit.is_file() or (unit / "manifest.json").exists()]
+    return units
 
 
 def _files(unit: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from sharding.format import journal
-from sharding.system import cli
+from sharding.system import cli, retries
 
 SCHEMES = ("gs", "s3", "file")
 TRY_S = 30.0  # of one request; a lost connection is silent
@@ -106,7 +106,7 @@ class Storage:
             self._answer(lambda key=key: self._store.write(key, None), None)
 
     def _answer(self, begin: Callable[[], ts.Future], patience_s: float | None, try_s: float | None = None) -> Any:
-        begun_s, delay_s = time.monotonic(), 0.2
+        begun_s, pauses = time.monotonic(), retries.Backoff(0.2, 5.0)
         while not self._closed.is_set():
             future = begin()
             try:
@@ -126,8 +126,7 @@ class Storage:
             else:
                 self._note_answer()
                 return result
-            self._closed.wait(delay_s)
-            delay_s = min(2 * delay_s, 5.0)
+            self._closed.wait(pauses.next_s())
         raise journal.Unavailable(f"bucket {self.url} is closed")
 
     def _note_silence(self, reason: str) -> None:

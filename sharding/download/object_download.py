@@ -61,10 +61,10 @@ class ObjectDownload:
                 if not done:
                     self._hedge()
                 if self.pool.is_closed:
-                    raise journal.Unavailable(f"the source was closed while {self.path} was read: open it again")
+                    raise journal.Unavailable(f"the source was closed while {self.path} was read; open it again")
                 if time.monotonic() > self.deadline_s:
                     raise journal.Unavailable(
-                        f"{self.path} was not downloaded in time ({self.selector.reasons()}): try again, or use other relays"
+                        f"{self.path} was not downloaded in time ({self.selector.reasons()}); try again, or use other relays"
                     )
             return self._received
         finally:
@@ -105,7 +105,7 @@ class ObjectDownload:
             self._num_missing[get.relay] += 1
             if all(self._num_missing[relay] >= 2 for relay in self.selector.relays):
                 urls = self.selector.urls()
-                text = f"{self.path} is on none of the relays {urls}, perhaps deleted: pull the newest version"
+                text = f"{self.path} is on none of the relays {urls}, perhaps deleted; pull the newest version"
                 raise FileNotFoundError(text)
         rival, get.rival = get.rival, None
         if rival is not None:

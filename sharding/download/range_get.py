@@ -17,7 +17,9 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharding.format import digests, journal
+from sharding.format import journal
+from sharding.system import retries
+from sharding.system import text as text_lib
 
 SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
 HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
@@ -47,7 +49,7 @@ class Target:
         self.views = [memoryview(view).cast("B") for view in views if len(view)]
         self._starts = list(itertools.accumulate(map(len, self.views), initial=0))
         if entry is not None and len(self) != entry.size:
-            text = f"object {entry.path} has {entry.size} bytes, the views {len(self)}: pass views of that size"
+            text = f"object {entry.path} has {entry.size} bytes, the views {len(self)}; pass views of that size"
             raise ValueError(text)
         if entry is not None:
             journal.check_path(entry.path)
@@ -93,7 +95,7 @@ class Relay:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-            raise ValueError(f"relay {url!r} is not a URL such as http://host:port: correct the URL")
+            raise ValueError(f"relay {url!r} is not a URL such as http://host:port; correct the URL")
         self.url, self.options = url.rstrip("/"), options
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connect = functools.partial(kind, host, parts.port, timeout=options.connect_s)
@@ -104,7 +106,8 @@ class Relay:
         self.cursors: dict[int, tuple[str, int]] = {}  # version -> epoch of the relay's journal, entries read
         self.success = 1.0
         self.bytes_per_s: float | None = None
-        self.num_bytes = self.num_requests = self.num_failures = self.num_lies = self.failures_in_a_row = 0
+        self.num_bytes = self.num_requests = self.num_failures = self.num_lies = 0
+        self.failure_pauses, self.corruption_pauses = retries.Backoff(0.1, 5.0), retries.Backoff(1.0, 60.0)
         self.suspended_s = 0.0  # until when no request is sent to it
         self.lacking_s: dict[int, float] = {}  # version -> until when it is assumed not to have it
         self._idle: list[http.client.HTTPConnection] = []
@@ -231,7 +234,7 @@ class Get:
         connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
             etag = response.headers.get("ETag", "").strip('"')
-            if self.digest and digests.is_digest(etag) and etag != self.digest:  # others are of no relay of ours
+            if self.digest and text_lib.is_hex(etag) and etag != self.digest:  # others are of no relay of ours
                 raise Missing(f"the relay has another {self.path}, with digest {etag}, not {self.digest}")
             if response.status not in (200, 206):
                 raise _refusal(response)
@@ -260,7 +263,7 @@ class Get:
         if response.status == 206 and got != expected:
             raise Failed(f"the relay sent range {got!r} of {self.path}, not {expected!r}")
         if response.status == 200 and size != self.total:
-            raise Failed(f"the relay ignores the Range header for {self.path}: use a relay that supports it")
+            raise Failed(f"the relay ignores the Range header for {self.path}; use a relay that supports it")
         if response.length != size:
             raise Failed(f"the relay sends {response.length} bytes of {self.path}, not the {size} that were requested")
         while self.received < size:
@@ -302,7 +305,7 @@ class RequestPool:
                 handler, get
             )
         except RuntimeError as error:  # it was shut down
-            raise journal.Unavailable(f"the source was closed before {get.path} was read: open it again") from error
+            raise journal.Unavailable(f"the source was closed before {get.path} was read; open it again") from error
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds `amount` to the counter `name`, one of `COUNTERS`."""

@@ -69,11 +69,10 @@ class RelaySelector:
                 if other is not relay:
                     other.success = min(1.0, other.success + HEALING)
             if succeeded:
-                relay.failures_in_a_row = 0
+                relay.failure_pauses.reset()
             else:
                 relay.num_failures += 1
-                relay.failures_in_a_row += 1
-                relay.suspended_s = time.monotonic() + min(0.05 * 2 ** min(relay.failures_in_a_row, 10), 5.0)
+                relay.suspended_s = time.monotonic() + relay.failure_pauses.next_s()
 
     def record_failure(self, get: range_get.Get, error: range_get.Failed, version: int | None = None) -> None:
         """Records a failed request, and suspends its relay for a moment: after a 404, only for requests of `version`."""
@@ -94,7 +93,7 @@ class RelaySelector:
             relay.num_lies += 1
             relay.success = 0.0
             relay.reason = reason
-            relay.suspended_s = time.monotonic() + min(0.5 * 2 ** min(relay.num_lies, 10), 60.0)
+            relay.suspended_s = time.monotonic() + relay.corruption_pauses.next_s()
 
     def stats(self) -> dict[str, Any]:
         """Returns the measurements of each relay, the fields `STATS`, by the relay's URL."""

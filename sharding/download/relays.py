@@ -20,10 +20,10 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sharding.download import concurrency, object_download, range_get, relay_selector, version_search
+from sharding.download import manifest_download, object_download, range_get, relay_selector
 from sharding.format import digests, journal
 from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
@@ -35,10 +35,11 @@ QUICK_S = 0.1  # 4 MB at 40 MB/s
 MAX_LISTED = 4096
 MAX_LISTING_BYTES = head_lib.MAX_HEAD_BYTES * 2 + (1 << 20)  # a head as JSON text, and the numbers
 MAX_KEPT = 16  # manifests
+JOURNAL_S = 3.0  # for a page of a journal: a relay that drips must not hold up its reader
 
 
 class Relays:
-    """Published weights as read from one or more relays: processes of `python -m sharding.relay`. Has a `Directory`'s methods."""
+    """Published weights as read from relays: processes of `python -m sharding.relay`. Has a `Directory`'s methods. Several need `trusted`."""
 
     def __init__(
         self,
@@ -50,17 +51,16 @@ class Relays:
         self.relays = [range_get.Relay(url, self._options) for url in urls]
         self._selector = relay_selector.RelaySelector(self.relays, self._options.seed)
         self._pool = range_get.RequestPool(self._options.parallel, len(urls))
-        self._concurrency = concurrency.AdaptiveConcurrency(FEW_READS, QUICK_S)
+        self._concurrency = AdaptiveConcurrency(FEW_READS, QUICK_S)
         self.trusted = trusted
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
-        self._manifests: dict[int, version_search.Proof] = {}
-        self._search = version_search.VersionSearch(self._pool, self._selector, self._options.patience_s, trusted)
+        self._manifests: dict[int, manifest_download.Proof] = {}
 
     # ---- versions
 
     def head(self) -> head_lib.Head | None:
-        """Returns the newest head that a relay has; None without a trusted key, and if no relay has one (of an earlier release).
+        """Returns the newest head that a relay has; None without a trusted key, and while no relay has one.
 
         Raises Unavailable if no relay replies, and CorruptSource if the newest head has expired, or all are of another key.
         """
@@ -71,20 +71,22 @@ class Relays:
         return head
 
     def versions(self) -> list[int]:
-        """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource.
+        """Returns the complete versions, ascending, without a newest one whose manifest no relay delivers.
 
-        No relay can hide another's versions: see `sharding/download/version_search.py`.
+        Raises Unavailable or CorruptSource. No relay can hide another's versions.
         """
-        head = self.head()
-        claims = {r: head_lib.listing(self.trusted, *r.claims).complete for r in self.relays if r.is_alive}
-        proven = self._search.newest(claims, self._known())
-        if proven is not None:
-            self._keep(proven)
-        newest = max(self._known(), default=-1)
-        versions = [n for n in self._union().complete if n <= newest]
+        head, versions = self.head(), list(self._union().complete)
+        try:
+            if versions:
+                self.manifest(versions[-1])
+        except (OSError, journal.CorruptSource) as error:
+            is_late = isinstance(error, FileNotFoundError) or (self.trusted is not None and len(versions) > 1)
+            if not is_late:
+                raise
+            versions.pop()
         if head is not None and head.versions and not versions:
             text = f"the signed head lists {sorted(head.versions)}, and no relay delivers one of them ({self._selector.reasons()})"
-            raise FileNotFoundError(f"{text}: they may be late; try again, or use other relays")
+            raise FileNotFoundError(f"{text}; they may be late; try again, or use other relays")
         return versions
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
@@ -116,15 +118,15 @@ class Relays:
                 self._manifests.clear()  # meanwhile a version may become another one
             refused = next((r.refused for r in self.relays if r.refused is not None), None)
             raise refused or journal.Unavailable(
-                f"no relay replies ({self._selector.reasons()}): start one, or use another relay"
+                f"no relay replies ({self._selector.reasons()}); start one, or use another relay"
             )
         listing = self._union()
         if wait_s and listing == known:  # a relay that has no news must not make its client busy
             time.sleep(max(0.0, min(0.1, until_s - 0.5 - time.monotonic())))
-        heads = [relay.claims[2] for relay in self.relays if relay.claims[2] is not None and self.trusted is None]
+        head = listing.head if self.trusted is None else None
         with self._lock:  # a version that was deleted and comes back, or was published again, is another one
             for n, found in [*self._manifests.items()]:
-                if n not in listing.complete or (heads and not any(found.sha256.encode() in data for data in heads)):
+                if n not in listing.complete or (head is not None and found.sha256.encode() not in head):
                     del self._manifests[n]
         return listing
 
@@ -162,13 +164,18 @@ class Relays:
 
     def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Returns the manifest of `version`: (its bytes, parsed). Raises CorruptSource, FileNotFoundError, or Unavailable."""
+        if self.trusted is not None and self.trusted.head is None:
+            self.listing()  # brings the head
         found = self._known().get(version)
         if found is None:
-            found = self._search.find(version)
-            self._keep(found)
+            download = manifest_download.ManifestDownload(self._pool, self._selector, self.trusted, version)
+            found = download.run(self._options.patience_s)
+            with self._lock:
+                self._manifests[version] = found
+                self._manifests = dict([*self._manifests.items()][-MAX_KEPT:])
         return found.data, found.manifest
 
-    def _known(self) -> dict[int, version_search.Proof]:
+    def _known(self) -> dict[int, manifest_download.Proof]:
         """Returns the manifests that were delivered before, unless the head lists others now."""
         head = self.trusted and self.trusted.head
         with self._lock:
@@ -178,36 +185,39 @@ class Relays:
         current = {n: entry.sha256 for n, entry in head.versions.items()}
         return {n: found for n, found in known.items() if current.get(n) == found.sha256}
 
-    def _keep(self, found: version_search.Proof) -> None:
-        with self._lock:
-            self._manifests[found.manifest.version] = found
-            self._manifests = dict([*self._manifests.items()][-MAX_KEPT:])
+    def entries(self, version: int, wait_s: float = 0.0) -> list[journal.Object]:
+        """Returns the objects newly finished on a relay that lists the version since the last call.
 
-    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """Returns (objects newly finished on the first relay since the last call, True if it has the manifest).
-
-        Blocks up to `wait_s` seconds until an object or the manifest is new. They are not signed: open each relay alone, to
-        know which one lists them.
+        Blocks up to `wait_s` seconds until an object or the manifest is new. The journal is not signed.
         """
-        relay, until_s = self.relays[0], time.monotonic() + wait_s
+        relay, until_s = self._journal_relay(version), time.monotonic() + wait_s
         epoch, count = relay.cursors.get(version, ("", 0))
         path = f"/{journal.dirname(version)}/objects.jsonl?epoch={epoch}&after={count}&wait={wait_s:.1f}"
         get = range_get.Get(relay, path, limit=journal.MAX_PAGE_BYTES, extra_s=wait_s)
-        entries, is_complete = [], False
+        entries = []
         try:
-            body, headers = self._pool.submit(get).result(wait_s + self._options.stall_s)
+            body, headers = self._pool.submit(get).result(wait_s + min(JOURNAL_S, self._options.stall_s))
             entries, _ = journal.parse_journal(body)
             epoch, following = urllib.parse.quote(headers.get("X-Epoch", "")[:100]), headers.get("X-Next", "")
             relay.cursors = {version: (epoch, int(following) if re.fullmatch("[0-9]{1,9}", following) else 0)}
-            is_complete = headers.get("X-Complete") == "1"
-        except (range_get.Failed, TimeoutError) as error:
+        except range_get.Failed as error:
+            self._selector.record_failure(get, error)
+        except TimeoutError:  # it drips
             get.abort()
-            relay.reason = str(error)
+            self._selector.observe(get, False)
         except journal.CorruptSource as error:
             self._selector.record_corrupt(relay, str(error))
         if not entries:  # a relay that fails does so immediately
             time.sleep(max(0.0, min(0.05, until_s - time.monotonic())))
-        return entries, is_complete
+        return entries
+
+    def _journal_relay(self, version: int) -> range_get.Relay:
+        """Returns the relay whose journal of `version` is read: the one of the last call, unless it failed, else one drawn at random."""
+        listed = [r for r in self.relays if version in (*r.claims[0], *r.claims[1])] or self.relays
+        now_s = time.monotonic()
+        if last := next((r for r in listed if version in r.cursors and r.suspended_s <= now_s), None):
+            return last
+        return self._selector.select(version, {*self.relays} - {*listed}, wait=False) or listed[0]
 
     # ---- objects
 
@@ -262,9 +272,9 @@ class Relays:
             honest = [r for r in self.relays if not num_corrupt[r]]
             if not honest and max(num_corrupt.values()) >= MAX_CORRUPT_PER_OBJECT:
                 reasons = self._selector.reasons()
-                raise journal.CorruptSource(f"{path} is wrong on every relay ({reasons}): use other relays")
+                raise journal.CorruptSource(f"{path} is wrong on every relay ({reasons}); use other relays")
             if time.monotonic() > deadline_s:
-                raise journal.Unavailable(f"{path} was not downloaded in time ({self._selector.reasons()}): try again")
+                raise journal.Unavailable(f"{path} was not downloaded in time ({self._selector.reasons()}); try again")
             if not (left := {*(honest or self.relays)} - late):
                 left, late = {*(honest or self.relays)}, set()
             only = self._selector.select(version, {*self.relays} - left)
@@ -284,9 +294,41 @@ class Relays:
             polls = [get for get, _ in self._polls.values()]
         for get in polls:
             get.abort()
-        self._search.close()
         for relay in self.relays:
             relay.close()
+
+
+class AdaptiveConcurrency:
+    """Limits concurrent reads: at most `limit` are in their first `quick_s` seconds; older reads do not count. Thread-safe.
+
+    On a fast network a few reads keep every core busy with receiving and hashing, and more of them only take cache and time slices from
+    the others. On a slow one the bandwidth grows with the number of reads: all of them have begun before the first ends.
+    """
+
+    def __init__(self, limit: int, quick_s: float):
+        self._limit, self._quick_s = limit, quick_s
+        self._changed = threading.Condition()
+        self._begun_s: dict[object, float] = {}
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """Returns a context manager to run one read in. Entering blocks until the limit allows one more read."""
+        read = object()
+        with self._changed:
+            while (wait_s := self._wait_s()) > 0:
+                self._changed.wait(wait_s)
+            self._begun_s[read] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._begun_s[read]
+                self._changed.notify()
+
+    def _wait_s(self) -> float:
+        """Returns the seconds until one more read may begin if no running read ends earlier; 0 or less: immediately."""
+        newest = sorted(self._begun_s.values())[-self._limit :]
+        return newest[0] + self._quick_s - time.monotonic() if len(newest) == self._limit else 0.0
 
 
 def _wait_first(waiting: set[concurrent.futures.Future], until_s: float):

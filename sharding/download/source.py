@@ -34,14 +34,14 @@ def open(
     Args:
       source: the path of a directory, the URL of a bucket (gs://, s3://) or a relay, or a sequence of relay URLs.
       trusted_key: hex of the publisher's ed25519 public key, the path of its root file, or a verifier (one per key and process by
-        default). Versions that its signed head does not list do not exist. Without it, several relays must agree on each manifest.
+        default). Versions that its signed head does not list do not exist. Several relays need it.
       options: timeouts and concurrency for relays.
 
     Raises:
-      ValueError: a malformed key, no source, an unknown scheme, or several sources that are not all relays.
+      ValueError: a malformed key, no source, an unknown scheme, several sources that are not all relays, or several relays without a key.
     """
     trusted = head_lib.verifier_of(trusted_key)
-    sources = _checked(source)
+    sources = _checked(source, trusted)
     if sources[0].startswith(("http://", "https://")):
         return relays.Relays(sources, trusted, options)
     if "://" not in sources[0]:
@@ -49,25 +49,24 @@ def open(
     return Bucket(sources[0], trusted)
 
 
-def open_each(
-    sources: Sequence[str], *, trusted_key: Trusted = None, options: range_get.Options | None = None
-) -> dict[str, "Source"]:
-    """Returns an open source for each of `sources`, by its name; arguments and errors are those of `open`."""
-    return {s: open(s, trusted_key=trusted_key, options=options) for s in _checked(sources)}
-
-
-def _checked(source: str | os.PathLike | Sequence[str]) -> list[str]:
-    """Returns the different sources as texts. Raises ValueError unless they are relays, or one directory or bucket."""
+def _checked(source: str | os.PathLike | Sequence[str], trusted: Trusted) -> list[str]:
+    """Returns the different sources as texts. Raises ValueError unless they are relays with a key, or one relay, directory or bucket."""
     sources = list(dict.fromkeys(map(str, [source] if isinstance(source, str | os.PathLike) else source)))
     if not sources:
-        raise ValueError("no source given: pass a directory, a bucket URL or a relay's URL")
+        raise ValueError("no source is given; pass a directory, a bucket URL or a relay's URL")
     schemes = {s.partition("://")[0] if "://" in s else "" for s in sources}
     if not schemes <= {"http", "https"} and len(sources) > 1:
-        raise ValueError(f"sources {sources} are not all relays: pass one source, or several http(s) URLs of relays")
+        raise ValueError(f"sources {sources} are not all relays; pass one source, or several http(s) URLs of relays")
+    if len(sources) > 1 and trusted is None:
+        found = (
+            f"relays {', '.join(sources)} are given without a key, and only a signature tells which of several is right"
+        )
+        remedy = "pass the run's public key: --trusted_key of a relay, --weights_key of a server, --key of sharding.broadcast"
+        raise ValueError(f"{found}; {remedy}")
     if not schemes <= {"", "http", "https", "gs", "s3", "file", "memory"}:
-        raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
+        raise ValueError(f"source {sources[0]!r} has an unknown scheme; use a path, gs://, s3://, http:// or https://")
     if re.fullmatch(r"[\w.-]+:\d+/?", sources[0]) and not os.path.exists(sources[0]):
-        raise ValueError(f"source {sources[0]!r} is not a directory or a URL: write http://{sources[0]} for a relay")
+        raise ValueError(f"source {sources[0]!r} is not a directory or a URL; write http://{sources[0]} for a relay")
     return sources
 
 
@@ -98,7 +97,7 @@ class _Storage:
         return list(self.listing().complete)
 
     def head(self) -> head_lib.Head | None:
-        """Returns the head, read and verified; None without a trusted key, and if there is none (of an earlier release, or not yet).
+        """Returns the head, read and verified; None without a trusted key, and while there is none yet.
 
         An expired head is reported once on standard error, and accepted. Raises CorruptSource for a head that is not the trusted
         key's, or older than one that this process has accepted from anywhere.
@@ -128,8 +127,8 @@ class _Storage:
             if listing != known or not self._sleep(deadline_s):
                 return listing
 
-    def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """Returns (objects added to the version's journal since the last call, True if the version is complete).
+    def entries(self, version: int, wait_s: float = 0.0) -> list[journal.Object]:
+        """Returns the objects added to the version's journal since the last call.
 
         Blocks up to `wait_s` seconds until an object is new or the version is complete.
         """
@@ -138,7 +137,7 @@ class _Storage:
             is_complete = version in self._scan().complete  # before the journal: then no entry can be missed
             entries = self._new_entries(version)
             if entries or is_complete or not self._sleep(deadline_s):
-                return entries, is_complete
+                return entries
 
     def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Returns the manifest of `version`: (bytes of its file, parsed).
@@ -197,7 +196,7 @@ class Directory(_Storage):
         try:
             with full.open("rb", buffering=0) as file:
                 actual_size = os.fstat(file.fileno()).st_size
-                text = f"object {full} has {actual_size} bytes, not the {entry.size} published: delete that version"
+                text = f"object {full} has {actual_size} bytes, not the {entry.size} published; delete that version"
                 journal.require(actual_size == entry.size, text)
                 position = 0
                 while position < entry.size and (n := file.readinto(target.view(position, entry.size))):
@@ -205,12 +204,12 @@ class Directory(_Storage):
         except FileNotFoundError as error:
             if not (self.root / journal.dirname(version)).exists():
                 text = f"{full.parent} was deleted while it was read"
-                raise FileNotFoundError(f"{text}: pull the newest version, or let publishers keep more") from error
-            raise journal.CorruptSource(f"object {full} is missing from its version: delete that version") from error
+                raise FileNotFoundError(f"{text}; pull the newest version, or let publishers keep more") from error
+            raise journal.CorruptSource(f"object {full} is missing from its version; delete that version") from error
         self._counters["num_bytes"] += entry.size
         actual = digests.of(*target.views)
         self._counters["num_bad_objects"] += actual != entry.digest
-        text = f"object {full} has digest {actual}, not the published {entry.digest}: delete that version"
+        text = f"object {full} has digest {actual}, not the published {entry.digest}; delete that version"
         journal.require(actual == entry.digest, text)
 
     def _new_entries(self, version: int) -> list[journal.Object]:
@@ -233,7 +232,7 @@ class Directory(_Storage):
         try:
             names = os.listdir(self.root)
         except FileNotFoundError as error:
-            text = f"no broadcast directory {self.root}: start the publisher, or pass the root that it publishes to"
+            text = f"no broadcast directory {self.root}; start the publisher, or pass the root that it publishes to"
             raise FileNotFoundError(text) from error
         for name in names:
             version = journal.parse_dirname(name)
@@ -283,7 +282,7 @@ class Bucket(_Storage):
         for _ in range(MAX_TRIES):
             found = self._get(path)
             if found is None:
-                raise FileNotFoundError(f"{self._place}{path} does not exist: pull the newest version")
+                raise FileNotFoundError(f"{self._place}{path} does not exist; pull the newest version")
             data, actual = found, digests.of(found)
             if actual == entry.digest and len(data) == entry.size:
                 self._counters["num_bytes"] += entry.size

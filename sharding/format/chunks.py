@@ -32,9 +32,9 @@ def dtype(name: str) -> np.dtype:
 def check_array(name: str, leaf: Any) -> None:
     """Raises ValueError unless `leaf`, called `name` in the parameter tree, is an array of a dtype that can be published."""
     if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        raise ValueError(f"leaf {name!r} is a {type(leaf).__name__}, not an array: convert it, or remove it")
+        raise ValueError(f"leaf {name!r} is a {type(leaf).__name__}, not an array; convert it, or remove it")
     if leaf.dtype.name not in manifest.ITEM_BYTES:
-        raise ValueError(f"tensor {name!r} has dtype {leaf.dtype}: cast it to one of {[*manifest.ITEM_BYTES]}")
+        raise ValueError(f"tensor {name!r} has dtype {leaf.dtype}; cast it to one of {[*manifest.ITEM_BYTES]}")
 
 
 def is_finite(array: np.ndarray) -> bool:

@@ -35,7 +35,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
     Both chunks are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one array element.
     """
     if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
-        raise ValueError(f"chunks {old.dtype}{old.shape}, {new.dtype}{new.shape}: pass two uint8 vectors of one size")
+        raise ValueError(f"chunks {old.dtype}{old.shape}, {new.dtype}{new.shape}; pass two uint8 vectors of one size")
     unit = _unit(item_bytes, len(new))
     xor = np.zeros(-(-len(new) // 8), np.uint64) if len(new) % 8 else np.empty(len(new) // 8, np.uint64)
     np.bitwise_xor(old, new, out=xor.view(np.uint8)[: len(new)])
@@ -140,5 +140,5 @@ def _read_streams(patch: memoryview, limits: list[int]) -> list[np.ndarray]:
         stream = np.frombuffer(stored, np.uint8)
         _require(len(stream) == size, f"a stream has {len(stream)} bytes, not the {size} that its header states")
         streams.append(stream)
-    _require(not len(patch), f"patch has {len(patch)} bytes after its last stream: none are allowed")
+    _require(not len(patch), f"patch has {len(patch)} bytes after its last stream; none are allowed")
     return streams

@@ -6,15 +6,16 @@ and every byte of a broadcast is hashed by its publisher, each relay, and each c
 
 import hashlib
 import os
-import re
 from typing import Annotated
 
 import blake3
 import pydantic
 
+from sharding.system import text as text_lib
+
 SLICE_BYTES = 256 << 10  # the step of a loop that reads, copies or sums the bytes that it hashes: they stay in cache
 
-Digest = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]  # the rule for a field of parsed JSON
+Digest = Annotated[str, pydantic.Field(pattern=text_lib.HEX_64)]  # the rule for a field of parsed JSON
 Hasher = blake3.blake3  # update(bytes-like) -> None, hexdigest() -> str; releases the GIL
 
 
@@ -30,8 +31,3 @@ def of_file(path: str | os.PathLike) -> str:
     """Returns the BLAKE3 digest (64 hex digits) of a file's bytes. Raises OSError if the file cannot be read."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, Hasher).hexdigest()  # pyright: ignore[reportArgumentType]  # its names differ
-
-
-def is_digest(text: str) -> bool:
-    """Returns True if `text` has the form of a digest."""
-    return re.fullmatch("[0-9a-f]{64}", text) is not None

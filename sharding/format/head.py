@@ -79,7 +79,7 @@ class Entry:
         actual = f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
         stated = f"{self.num_bytes} bytes with SHA-256 {self.sha256}"
         text = f"the manifest of version {self.version} has {actual}, but the signed head lists {stated}"
-        _require(actual == stated, f"{text}: read it from another source")
+        _require(actual == stated, f"{text}; read it from another source")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class HeadVerifier:
     ):
         self.name = str(trusted)
         self.head: Head | None = None
-        self._root, self.requires_head = roots_lib.trusted(trusted, first=first_root)
+        self._root, self._follows_roots = roots_lib.trusted(trusted, first=first_root)
         self._roots: list[bytes] = []  # lines after the trusted one
         self._manifests: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256, of the heads accepted
         self._clock, self._floor = clock, None
@@ -189,22 +189,17 @@ class HeadVerifier:
                 raise ExpiredHead(f"{text}; {remedy} (python -m sharding.broadcast keys)")
 
     def manifest(self, data: bytes, version: int) -> manifest_lib.Manifest:
-        """Returns the manifest of `version` in `data`, untrusted bytes: those that the accepted head lists, or of an earlier release.
+        """Returns the manifest of `version` in `data`, untrusted bytes, which are hashed before they are parsed.
 
-        Raises CorruptSource for any other bytes. Those that the head lists are hashed before they are parsed.
+        Raises CorruptSource unless they are those that the accepted head lists.
         """
-        head = self.head
-        if head is not None:
-            text = f"version {version} is not in the signed head: it has {sorted(head.versions)}"
-            _require(version in head.versions, text)
-            head.versions[version].check(data)
-            return manifest_lib.parse(data, version=version, is_proved=True)
-        found = manifest_lib.parse(data, version=version)
-        text = f"version {version} comes without the signed head that key {self.name} writes: use another source"
-        _require(not self.requires_head and found.epoch is None, text)
-        text = f"version {version} is signed by {found.public_key}, not by the trusted {self.name}"
-        _require(found.public_key in self.keys, text)
-        return found
+        if self.head is None:
+            text = f"version {version} comes without the signed head that key {self.name} writes"
+            raise journal.CorruptSource(f"{text}; use another source")
+        versions = self.head.versions
+        _require(version in versions, f"version {version} is not in the signed head: it has {sorted(versions)}")
+        versions[version].check(data)
+        return manifest_lib.parse(data, version=version, is_proved=True)
 
     def has_signed(self, data: bytes, version: int) -> bool:
         """Returns True for a manifest of `version` by the trusted keys, such as one of an epoch before or after that of the head."""
@@ -219,7 +214,7 @@ class HeadVerifier:
         text = f"the head has {len(lines) - 1} lines, not 3 to {roots_lib.MAX_ROOTS + 3}, each with its end"
         _require(4 <= len(lines) <= roots_lib.MAX_ROOTS + 4 and not lines[-1], text)
         *roots, timestamp_line, snapshot_line, targets_line, _ = lines
-        if self.requires_head:
+        if self._follows_roots:
             self._follow(roots)
         text = f"the head's timestamp has {len(timestamp_line)} bytes: at most {MAX_TIMESTAMP_BYTES} are allowed"
         _require(len(timestamp_line) <= MAX_TIMESTAMP_BYTES, text)
@@ -266,14 +261,14 @@ class HeadVerifier:
             order = entry.epoch, entry.version
             known = self._manifests.get(order, entry.sha256)
             text = f"two manifests of version {entry.version} of epoch {entry.epoch} are signed: {known} and {entry.sha256}"
-            _require(known == entry.sha256, f"{text}; the key signs twice: replace it (sharding.broadcast keys)")
+            _require(known == entry.sha256, f"{text}; the key signs twice; replace it (sharding.broadcast keys)")
             text = f"version {entry.version} of epoch {entry.epoch} is older than the last {MAX_REMEMBERED} that were accepted"
-            _require(order >= oldest or order in self._manifests, f"{text}, and none of them: use another source")
+            _require(order >= oldest or order in self._manifests, f"{text}, and none of them; use another source")
             text = f"version {entry.version} is of epoch {entry.epoch}, newer than the head's epoch {head.epoch}"
             _require(entry.epoch <= head.epoch, text)
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
-            raise StaleHead("the head is of {}, older than {} accepted before: use another source".format(*texts))
+            raise StaleHead("the head is of {}, older than {} accepted before; use another source".format(*texts))
 
     @property
     def _oldest(self) -> tuple[int, int]:
@@ -330,10 +325,8 @@ class HeadVerifier:
         except (ValueError, exceptions.RepositoryError) as error:
             text = f"the file of the heads accepted before, {damaged}, is damaged"
             found = " ".join(str(error)[:300].split())
-            raise ValueError(f"{text} ({found}): delete it, which forgets them") from error
+            raise ValueError(f"{text} ({found}); delete it, which forgets them") from error
         self._floor = floor
-        if self._manifests:  # the head may list some that an earlier release did not write
-            self._write_manifests(self._manifests)
 
 
 def _beside(floor: pathlib.Path) -> pathlib.Path:
@@ -357,15 +350,15 @@ def listing(
 ) -> journal.Listing:
     """Returns the listing of the versions found at a source, as far as the accepted head confirms them.
 
-    Without `trusted`, nothing is confirmed, and the bytes of the source's head, `data`, are handed on.
+    With `trusted`, versions without a head do not exist. Without it, nothing is confirmed, and the bytes of the source's head, `data`, are
+    handed on.
     """
     complete, partial = {*complete}, {*partial} - {*complete}
-    head = trusted and trusted.head
-    if head is not None:
+    if trusted is not None:
+        if (head := trusted.head) is None:
+            return journal.Listing()
         partial = (complete | partial) - {*head.versions} & {head.writing}
         complete, data = complete & {*head.versions}, head.data
-    elif trusted is not None:
-        complete, partial, data = (set(), set(), None) if trusted.requires_head else (complete, partial, None)
     return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)), data)
 
 

@@ -110,4 +110,4 @@ def require(condition: bool, message: str) -> None:
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
     """Returns the error for a missing version. `where` names the source, and `known` are the versions that it has."""
     text = f"{list(known)}" if len(known) <= 8 else f"{len(known)} versions, the newest {list(known[-8:])}"
-    return FileNotFoundError(f"no version {version} under {where}; it has {text}: pull one of these")
+    return FileNotFoundError(f"no version {version} under {where}; it has {text}; pull one of these")

@@ -10,7 +10,8 @@ A manifest is canonical JSON (sorted keys, no spaces, ASCII), with these fields:
   object, offset, size; null means unchanged.
 * `objects`: every file except the manifest, in the order of publishing, with size and digest.
 * `digest_after`, the digest of the tree (see `digest`), and `digest_before`, that of `delta_of`.
-* `containers` (see `sharding/format/tree.py`), `metadata` (any JSON object of the publisher), `run` (the name of the run).
+* `containers` (see `sharding/format/tree.py`), `metadata` (any JSON object of the publisher), `run` (the name of the run), `epoch` (of the
+  signed head; null without one).
 * `own_digest`, of all fields except itself and `signature`; `signature`, by `public_key` (ed25519), of all other fields.
 
 `parse` accepts hostile bytes: it allocates memory in proportion to them, and each error names the offending value. All rules
@@ -30,9 +31,10 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding.format import digests, journal, tree
+from sharding.system import text as text_lib
 
 _require = journal.require
-FORMATS = (3, 4)  # 4 has the field `epoch`: of versions in a signed head
+FORMAT = 4
 ENCODINGS = (["zarr3"], ["xor"], ["xor", "zarr3"])
 CRC_BYTES = 4  # appended to each chunk by the crc32c codec
 MAX_CHUNK_BYTES = 256 << 20  # a hostile manifest must not make a reader allocate more
@@ -129,14 +131,9 @@ class Manifest:
     containers: dict
     metadata: dict
     run: Annotated[str, pydantic.Field(max_length=MAX_RUN_LENGTH)] = ""
-    public_key: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")] | None = None
+    public_key: Annotated[str, pydantic.Field(pattern=text_lib.HEX_64)] | None = None
     signature: Annotated[str, pydantic.Field(pattern="^[0-9a-f]{128}$")] | None = None
-    epoch: Number | None = None  # of the signed head; None: published without one, as earlier releases did
-
-    @property
-    def format(self) -> int:
-        """The number of the format that manifest.json has."""
-        return 3 if self.epoch is None else 4
+    epoch: Number | None = None  # of the signed head; None: published without a key
 
     @property
     def digest(self) -> str:
@@ -250,9 +247,7 @@ _METADATA = pydantic.TypeAdapter(dict[str, dict])
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     """Returns the fields of manifest.json except `own_digest`."""
     body = vars(manifest) | {name: list(map(vars, getattr(manifest, name))) for name in ("tensors", "objects")}
-    if manifest.epoch is None:
-        del body["epoch"]
-    return body | {"format": manifest.format}
+    return body | {"format": FORMAT}
 
 
 def _check_size(data: bytes, is_proved: bool) -> None:
@@ -266,12 +261,12 @@ def _check_size(data: bytes, is_proved: bool) -> None:
 def _parse(data: bytes, version: int | None, trusted_key: str | None, is_proved: bool) -> Manifest:
     body = json.loads(data)
     _require(isinstance(body, dict), f"manifest is a {type(body).__name__}, not an object")
-    remedy = "which this release reads: publish again, or use the release that wrote it"
+    remedy = "which this release reads; publish again, or use the release that wrote it"
     number = body.get("format")
-    known = type(number) is int and number in FORMATS
-    _require(known, f"format {str(number)[:80]} is not one of {[*FORMATS]}, {remedy}")
-    fields = sorted(set(body) ^ (_FIELDS if number == 4 else _FIELDS - {"epoch"}))
-    _require(not fields, f"manifest lacks, or has in addition to those of format {number}, the fields {fields[:8]}")
+    known = type(number) is int and number == FORMAT
+    _require(known, f"format {str(number)[:80]} is not {FORMAT}, {remedy}")
+    fields = sorted(set(body) ^ _FIELDS)
+    _require(not fields, f"manifest lacks, or has in addition to those of format {FORMAT}, the fields {fields[:8]}")
     needs_proof = trusted_key is not None or not is_proved
     if needs_proof:
         _check_origin(body, trusted_key)

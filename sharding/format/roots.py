@@ -10,7 +10,6 @@ import datetime
 import itertools
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -20,6 +19,7 @@ from tuf.api.metadata import Metadata, Root, Snapshot, Targets, Timestamp
 from tuf.api.serialization.json import JSONSerializer
 
 from sharding.format import journal
+from sharding.system import text as text_lib
 
 ONLINE = (Targets.type, Snapshot.type, Timestamp.type)
 MAX_ROOTS = 256
@@ -27,11 +27,11 @@ NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
-    """Returns (the root that a key in hex or a root file names, True if it is a file: then heads are required).
+    """Returns (the root that a key in hex or a root file names, True if it is a file, whose later roots heads bring).
 
     Of a root file, returns the newest root, or with `first` the oldest.
     """
-    if re.fullmatch(r"[0-9a-f]{64}", str(name)):
+    if text_lib.is_hex(str(name)):
         return root_of(str(name)), False
     if not os.path.isfile(name):
         text = f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file"
@@ -104,14 +104,14 @@ def amend(
         for key in map(_key, given) if given else (before.keys[keyid] for keyid in before.roles[role].keyids):
             new.add_key(key, role)
     if not new.roles[Root.type].keyids or not new.roles[Targets.type].keyids:
-        raise ValueError("a root file names at least one root key and one online key: give --root and --online")
+        raise ValueError("a root file names at least one root key and one online key; give --root and --online")
     metadata = Metadata(new)
     for key in signers:
         metadata.sign(CryptoSigner(key), append=True)
     try:
         check_next(before if data else new, metadata)
     except exceptions.RepositoryError as error:
-        raise ValueError(f"{error}: give --sign the private keys of the old and the new root keys") from error
+        raise ValueError(f"{error}; give --sign the private keys of the old and the new root keys") from error
     amended = data + metadata.to_bytes(JSONSerializer(compact=True)) + b"\n"
     read(amended)
     return amended

@@ -36,9 +36,9 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
                 visit(child, f"{name}/{key}" if name else str(key), leaves)
         else:
             if not name:
-                raise ValueError(f"params is a {kind.__name__}, not a tree of arrays: wrap it in a dict")
+                raise ValueError(f"params is a {kind.__name__}, not a tree of arrays; wrap it in a dict")
             if len(name) > MAX_NAME_LENGTH:
-                raise ValueError(f"name {name[:80]!r}... is longer than {MAX_NAME_LENGTH} characters: nest less deeply")
+                raise ValueError(f"name {name[:80]!r}... is longer than {MAX_NAME_LENGTH} characters; nest less deeply")
             check(name, node)
             leaves[name] = node
 

@@ -14,7 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command `python -m sharding.relay`; blocks until a signal. Returns its exit code."""
     parser = cli.Parser(prog="python -m sharding.relay", description=__doc__)
     add = parser.add_argument
-    add("--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help="URLs of relays, or one directory or bucket")
+    helps = "URL of a relay, or several with --trusted_key; or one directory or bucket"
+    add("--upstream", nargs="+", required=True, metavar="URL_OR_DIR", help=helps)
     add("--dir", help="directory of the mirror; without it a directory upstream is served in place")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8200, help="port to listen on; 0 takes a free one (default: 8200)")

@@ -31,10 +31,11 @@ import prometheus_client
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
 from sharding.format import journal
+from sharding.logs import role_metrics
 from sharding.relay import mirror as mirror_lib
 from sharding.relay import store as store_lib
 from sharding.relay import throttle
-from sharding.system import role_metrics, sockets
+from sharding.system import sockets
 
 HEAD_BYTES = 8 << 10
 HEAD_S = 10.0  # for the head of a request, from its first byte
@@ -71,15 +72,15 @@ class Relay:
             raise ValueError(f"upstream {self.url} is this relay itself; give the URL of another one")
         floor = None if directory is None else os.path.join(directory, head_lib.NAME)  # in place it is the publisher's
         trusted = None if trusted_key is None else head_lib.HeadVerifier(trusted_key, floor)
-        sources = source.open_each(upstream, trusted_key=trusted, options=options)
-        is_directory = any(isinstance(opened, source.Directory) for opened in sources.values())
+        opened = source.open(upstream, trusted_key=trusted, options=options)
+        is_directory = isinstance(opened, source.Directory)
         if directory is None and not is_directory:
             raise ValueError(f"upstream {upstream} is not a directory and cannot be served in place; give --dir")
         if directory is not None and is_directory and os.path.realpath(directory) == os.path.realpath(upstream[0]):
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
         root = upstream[0] if directory is None else directory
         self.store = store_lib.Store(root, in_place=directory is None, max_bytes=max_bytes)
-        self.mirror = mirror_lib.Mirror(self.store, sources, keep, trusted)
+        self.mirror = mirror_lib.Mirror(self.store, opened, keep, trusted)
         self.counters = collections.Counter()
         self._metrics = role_metrics.RoleMetrics("relay", self._values)
         self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())
@@ -256,9 +257,7 @@ class Relay:
         return status
 
     def _values(self) -> role_metrics.Values:
-        complete, relays = self.store.complete(), {}
-        for upstream in self.mirror.upstreams:
-            relays |= upstream.source.stats().get("relays", {})
+        complete, relays = self.store.complete(), self.mirror.source.stats().get("relays", {})
         fields = ("success", "bytes_per_s", "num_failures", "num_lies")
         return {
             "complete_versions": len(complete),

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from sharding.format import digests, journal
 from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 
 class NotNeeded(FileNotFoundError):
@@ -69,11 +69,9 @@ class Store:
         self._closed = False
         if not in_place:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.root, os.O_RDONLY)
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._descriptor = files_lib.lock(self.root, files_lib.FOLDER, wait=False)
             except BlockingIOError as error:
-                os.close(self._descriptor)
                 raise ValueError(f"another relay writes to {root}; give each relay its own --dir") from error
 
     def recover(self, trusted: head_lib.HeadVerifier | None = None) -> int:
@@ -310,7 +308,6 @@ class Store:
             page = version.log[start : start + journal.MAX_PAGE_LINES]
             current = [e for e in page if version.objects.get(e.path) == e]  # without replaced ones
             headers = {"X-Epoch": version.epoch, "X-Next": str(start + len(page))}
-            headers["X-Complete"] = str(int(version.manifest is not None and start + len(page) == len(version.log)))
             return b"".join(map(_line, current)), headers
 
     def manifest(self, number: int) -> bytes | None:

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from sharding.system import sockets
+
 BURST_S = 0.25  # bytes of a quarter second are sent immediately: small objects need no sleep
 BURST_REQUESTS = 10
 
@@ -54,7 +56,7 @@ class Throttle:
 
     def admit(self, address: str) -> str | None:
         """Counts a connection from `address` until `leave`; returns None, or the exceeded limit if it is rejected."""
-        parsed, key = _address(address), _key(address)
+        parsed, key = ipaddress.ip_address(sockets.network(address, 128)), sockets.network(address)
         if self._allow and not any(parsed.version == n.version and parsed in n for n in self._allow):
             return "address"
         with self._lock:
@@ -76,13 +78,13 @@ class Throttle:
     def leave(self, address: str) -> None:
         """Ends a connection that `admit` counted for the client at `address`."""
         with self._lock:
-            self._clients[_key(address)].num_connections -= 1
+            self._clients[sockets.network(address)].num_connections -= 1
             self.num_connections -= 1
 
     def book_request(self, address: str) -> float:
         """Counts a request and returns 0; above the client's rate, returns the seconds until it may be repeated."""
         with self._lock:
-            budget = self._clients[_key(address)].requests
+            budget = self._clients[sockets.network(address)].requests
             most_s = max(BURST_REQUESTS / budget.rate, BURST_S)
             return max(0.0, budget.book(1, self._clock(), most_s) - most_s)
 
@@ -90,7 +92,7 @@ class Throttle:
         """Counts `num_bytes` to the client at `address`; returns the seconds to sleep before sending them."""
         with self._lock:
             now_s = self._clock()
-            budgets = self._clients[_key(address)].bytes, self._total
+            budgets = self._clients[sockets.network(address)].bytes, self._total
             return max(0.0, *(budget.book(num_bytes, now_s) - BURST_S for budget in budgets))
 
 
@@ -126,14 +128,3 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     except ValueError as error:
         found = f"allow entry {text!r} is not an address or network ({error})"
         raise ValueError(f"{found}; write it as 10.0.0.0/8, for example") from error
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    address = ipaddress.ip_address(text.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)  # a socket for both families reports ::ffff:10.0.0.1
-    return mapped or address
-
-
-def _key(text: str) -> str:
-    address = _address(text)
-    return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import contextlib
-import difflib
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from typing import Any, NoReturn
 
 from sharding.system import retries
+from sharding.system import text as text_lib
 
 STATUS_S, MAX_STATUS_S = 30.0, 600.0  # between two status lines, and of those that repeat the last
 
@@ -36,30 +36,12 @@ class Parser(argparse.ArgumentParser):
                 break  # positional arguments, or the options of a subcommand, follow
             name = arg.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in known):
-                self.error(f"unknown option {name}{hint(name, known)}")
+                self.error(f"unknown option {name}{text_lib.hint(name, known)}")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake in one line, without argparse's usage lines, and exits with code 2."""
         self.exit(2, f"error: {message}; {self.prog} --help lists the options\n")
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean X?)" with the name in `known` that is most similar to `name`, or "" if none is.
-
-    Of dotted names, the last parts are compared, first in the section of `name` and then anywhere; "lr" is similar to
-    "learning_rate". Sections with equally similar names are all given.
-    """
-    section, _, own = name.rpartition(".")
-    by_part: dict[str, list[str]] = {}
-    for other in known:
-        by_part.setdefault(other.rpartition(".")[2], []).append(other)
-    here = {part: [f"{section}.{part}"] for part in by_part if f"{section}.{part}" in by_part[part]}
-    for pool in (here, by_part):
-        initials = [part for part in pool if "".join(word[:1] for word in part.split("_")) == own]
-        for part in ([own] if own in pool else initials or difflib.get_close_matches(own, pool, 1))[:1]:
-            return f" (did you mean {' or '.join(pool[part])}?)"
-    return ""
 
 
 def json_object(text: str) -> dict:

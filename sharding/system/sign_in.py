@@ -21,7 +21,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.system import cli, signed_message, sockets
+from sharding.system import cli, retries, signed_message, sockets
+from sharding.system import text as text_lib
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
@@ -118,7 +119,8 @@ class SignIn:
         return self._orchestrator.ask("/heartbeat", **fields)
 
     def _work(self) -> None:
-        pause_s, problem, url, noticed_s = FIRST_PAUSE_S, "", self._orchestrator.url, 0.0
+        problem, url, noticed_s = "", self._orchestrator.url, 0.0
+        pauses = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while not self._is_stopping.is_set():
             self._is_due.clear()
             begun_s = time.monotonic()
@@ -127,7 +129,8 @@ class SignIn:
                 if self._is_stopping.is_set():
                     break
                 self.run = self._orchestrator.run
-                wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
+                wait_s = float(reply["interval_s"])
+                pauses.reset()
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
@@ -142,7 +145,7 @@ class SignIn:
                 if is_due and problem != ENDED and not self._is_stopping.is_set():
                     noticed_s = begun_s
                     self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
-                wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
+                wait_s = pauses.next_s()
             self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
         self._leave()  # again: a heartbeat of this loop may have come after that of `__exit__`
 
@@ -159,4 +162,4 @@ def one_line(problem: str) -> str:
     """Returns an error as a report may have it: short, with its remedy, which is at the end, and without control characters."""
     if len(problem) > MAX_PROBLEM:
         problem = f"{problem[:250]} ... {problem[5 + 250 - MAX_PROBLEM :]}"
-    return "".join(c if c.isprintable() else " " for c in problem)
+    return text_lib.printable(problem, " ")

@@ -93,7 +93,7 @@ def load_key(path: str | os.PathLike, role: str = "key") -> ed25519.Ed25519Priva
         data = pathlib.Path(path).read_bytes()
     except FileNotFoundError as error:
         make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
-        raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}") from error
+        raise FileNotFoundError(f"no file {path}; pass a PEM file with a private key, or {make}") from error
     except (PermissionError, IsADirectoryError) as error:
         found = f"{role} {path} cannot be read: {error.strerror}"
         raise ValueError(f"{found}; name a file that this user may read") from error

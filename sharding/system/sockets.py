@@ -1,8 +1,9 @@
-"""Opens listening sockets for HTTP servers and returns their URLs. Does not import jax."""
+"""Opens listening sockets for HTTP servers, and returns their URLs and the networks of clients. Does not import jax."""
 
 import contextlib
 import errno
-import fcntl
+import functools
+import ipaddress
 import os
 import pathlib
 import socket
@@ -13,6 +14,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 from sharding.system import atomic_file
+from sharding.system import files as files_lib
 
 PRIVATE, GRACE_S = "intellax-socket-", 60.0  # a younger folder may not be locked yet
 
@@ -70,14 +72,8 @@ def private_path() -> Iterator[str]:
         yield f"{name}/sock"
 
 
-@contextlib.contextmanager
-def _locked(folder: str | os.PathLike) -> Iterator[None]:
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(place)
+def _locked(folder: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+    return files_lib.locked(folder, files_lib.FOLDER | os.O_NOFOLLOW, wait=False)
 
 
 def address(sock: socket.socket) -> str:
@@ -91,6 +87,21 @@ def address(sock: socket.socket) -> str:
 def is_loopback(host: str) -> bool:
     """Returns True for an address that only processes of this machine reach."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+@functools.lru_cache(2**12)
+def network(host: str, bits: int = 64) -> str:
+    """Returns the network of a client, to which limits apply: its IPv4 address, or the first `bits` of IPv6, by default those of a subscriber.
+
+    Another text is returned unchanged.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 128 - bits << 128 - bits))
 
 
 def is_url(text: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from sharding import accelerator
+from sharding import mesh
 from tests.support import tiny_run
 
 LOG = logging.getLogger("jax._src.xla_bridge")
@@ -46,10 +46,10 @@ def test_an_accelerator_in_use_is_refused_and_one_without_a_plugin_is_not(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_libtpu else None)
     if refusal:
         with pytest.raises(ValueError, match=refusal) as error:
-            accelerator.devices()
+            mesh.devices()
         assert "\n" not in str(error.value)
     else:
-        assert accelerator.devices() == ["cpu:0"]
+        assert mesh.devices() == ["cpu:0"]
         assert [text for _, text in texts if "may be" in text] == caplog.messages
 
 

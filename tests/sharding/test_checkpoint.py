@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import shutil
 import types
 from typing import Any
@@ -86,33 +85,29 @@ def test_train_four_is_train_two_resume_two(tmp_path):
     trees.assert_same(resumed, straight)
 
 
-def test_frozen_leaves_are_saved_once_and_whole(tmp_path, monkeypatch):
-    """A checkpoint of an earlier release has its own; one that another start left is replaced."""
+def test_frozen_leaves_are_saved_once_and_whole(tmp_path):
+    """Those that another start left are replaced."""
 
     def with_frozen(step, value):
         return Adapted(jnp.int32(step), {"a": jnp.full(8, step)}, {"w": value + jnp.sin(jnp.arange(99999.0))})
 
-    with monkeypatch.context() as patch, checkpoint.Checkpointer(tmp_path / "old") as checkpointer:
-        patch.setattr(checkpoint.Checkpointer, "_without_frozen", lambda self, state: state)
-        checkpointer.save(1, with_frozen(1, 1.0), {})
-    with checkpoint.Checkpointer(tmp_path / "new" / checkpoint.FROZEN) as checkpointer:
+    with checkpoint.Checkpointer(tmp_path / checkpoint.FROZEN) as checkpointer:
         checkpointer.save(0, {"w": jnp.zeros(99999)}, {})
-    for name, steps in (("old", (2, 3)), ("new", (1, 2, 3))):
-        with checkpoint.Checkpointer(tmp_path / name) as checkpointer:
-            for step in steps:
-                checkpointer.save(step, with_frozen(step, 1.0), {"cursor": step})
-        with checkpoint.Checkpointer(tmp_path / name) as checkpointer:
-            for step in (1, 2, 3):
-                found, state, _ = checkpointer.restore(_abstract(with_frozen(0, 0.0)), step)
-                trees.assert_same(state, with_frozen(step, 1.0))
-        sizes = [
-            sum(file.stat().st_size for file in (tmp_path / name / part).rglob("*") if file.is_file())
-            for part in ("2", "3", checkpoint.FROZEN)
-        ]
-        assert max(sizes[:2]) < 50_000 and sizes[2] > 100_000
-    shutil.rmtree(tmp_path / "new" / checkpoint.FROZEN)
-    with checkpoint.Checkpointer(tmp_path / "new") as checkpointer:
-        with pytest.raises(ValueError, match="new/frozen has no parameters, which step 3 needs: put it back"):
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, with_frozen(step, 1.0), {"cursor": step})
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            found, state, _ = checkpointer.restore(_abstract(with_frozen(0, 0.0)), step)
+            trees.assert_same(state, with_frozen(step, 1.0))
+    sizes = [
+        sum(file.stat().st_size for file in (tmp_path / part).rglob("*") if file.is_file())
+        for part in ("2", "3", checkpoint.FROZEN)
+    ]
+    assert max(sizes[:2]) < 50_000 and sizes[2] > 100_000
+    shutil.rmtree(tmp_path / checkpoint.FROZEN)
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match="frozen has no parameters, which step 3 needs; put it back"):
             checkpointer.restore(_abstract(with_frozen(0, 0.0)))
 
 
@@ -230,7 +225,7 @@ def test_a_checkpoint_waits_for_the_bucket(tmp_path, monkeypatch):
 
 def test_the_best_is_kept_however_old(tmp_path):
     state = _state()
-    with pytest.raises(FileNotFoundError, match=r"has a score yet: choose one of \[\]"):
+    with pytest.raises(FileNotFoundError, match=r"has a score yet; choose one of \[\]"):
         checkpoint.best_step(tmp_path)
     for scores in ({1: 0.2, 2: 0.9, 3: 0.9}, {4: 0.5, 5: float("nan")}):  # the second run resumes
         with checkpoint.Checkpointer(tmp_path, keep=1) as checkpointer:
@@ -284,18 +279,6 @@ def test_other_state_is_refused_by_name(tmp_path, change, message):
     if "params" in message:
         with pytest.raises(ValueError, match=message):
             checkpoint.restore_params(tmp_path, wanted.params)
-
-
-def test_bfloat16_of_an_earlier_release_becomes_float32(tmp_path, caplog):
-    (before,) = _save_steps(tmp_path, 1)
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, before)
-    with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(2, narrow, {})
-    expected = jax.tree.map(lambda new, old: new.astype(old.dtype), narrow, before)
-    with checkpoint.Checkpointer(tmp_path) as checkpointer:
-        trees.assert_same(checkpointer.restore(_abstract(before))[1], expected)
-    trees.assert_same(checkpoint.restore_params(tmp_path, _abstract(before.params))[1], expected.params)
-    assert re.search(r"/2/state: 3 x bfloat16 of an earlier release becomes float32", caplog.text)
 
 
 def test_nothing_on_stderr(tmp_path, capfd):

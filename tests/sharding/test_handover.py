@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding import handover
 from sharding import mesh as mesh_lib
 
 TREE = {"w": np.arange(64, dtype=np.float32).reshape(8, 8) / 7, "n": np.arange(8, dtype=np.int32)}
@@ -22,7 +21,7 @@ def test_copies_have_the_targets_dtype_and_sharding(apart, dtype):
     shardings = {"w": NamedSharding(engine, PartitionSpec(None, "tensor")), "n": NamedSharding(engine, PartitionSpec())}
     kinds = {"w": dtype, "n": "int32"}
     targets = {name: jax.ShapeDtypeStruct(TREE[name].shape, kinds[name], sharding=shardings[name]) for name in TREE}
-    placed = handover.place(tree, targets)
+    placed = mesh_lib.hand_over(tree, targets)
     for name, array in placed.items():
         assert (array.dtype, array.sharding) == (jnp.dtype(kinds[name]), shardings[name])
         np.testing.assert_array_equal(array, TREE[name].astype(array.dtype))
@@ -32,7 +31,7 @@ def test_a_donated_original_leaves_the_copy_alive():
     """The copy could be the original itself, on one device."""
     tree = jax.device_put(TREE, NamedSharding(mesh_lib.create({}, jax.devices()[:1]), PartitionSpec()))
     targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    placed = handover.place(tree, targets)
+    placed = mesh_lib.hand_over(tree, targets)
     jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(tree)
     assert tree["w"].is_deleted()
     np.testing.assert_array_equal(placed["w"], TREE["w"])

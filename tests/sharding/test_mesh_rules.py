@@ -105,7 +105,7 @@ def test_data_alone_spans_slices():
         slices = [{chip.slice_index for chip in replica.flat} for replica in mesh.devices]
         assert mesh.devices.shape == (data, 64 // data, 1, 1, 1)
         assert slices == [{0}] * (data // 2) + [{1}] * (data // 2)
-    with pytest.raises(ValueError, match=r"data=1 over 2 slices, which only this axis spans: set mesh.data to 2"):
+    with pytest.raises(ValueError, match=r"data=1 over 2 slices, which only this axis spans; set mesh.data to 2"):
         mesh_lib.create({"fsdp": -1}, chips)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from configs import base
 from rl.experiment import rules
-from sharding import profiler
+from sharding import programs
 
 
 def recorded(folder):
@@ -30,7 +30,7 @@ def names(file):
     ("steps", "ran", "expected"), [((2, 3), range(1, 6), [2, 3]), ((2, 9), range(3, 5), [3, 4]), ((), range(1, 3), [])]
 )
 def test_the_steps_that_were_asked_for_are_recorded(tmp_path, steps, ran, expected):
-    with profiler.Profiler(tmp_path / "profile", steps) as profile:
+    with programs.Profiler(tmp_path / "profile", steps) as profile:
         for step in ran:
             with profile.begin(step):
                 jax.block_until_ready(jnp.ones(8) * step)
@@ -45,15 +45,15 @@ def test_the_memory_of_each_program_is_that_of_its_arrays(tmp_path):
     program(jnp.ones((8, 8)))
     for result in program(jnp.ones((256, 256))):
         jax.block_until_ready(result)
-    with profiler.Profiler(tmp_path, (1, 1)) as profile, profile.begin(1):
+    with programs.Profiler(tmp_path, (1, 1)) as profile, profile.begin(1):
         pass
-    programs = json.loads((tmp_path / "memory.json").read_text())
-    found = programs["jit_squares_of_it"]  # the larger of the two
+    memory = json.loads((tmp_path / "memory.json").read_text())
+    found = memory["jit_squares_of_it"]  # the larger of the two
     size = 256 * 256 * 4
     assert found["arguments"] == size  # one result has the memory of the argument, and a tuple has pointers
     assert size <= found["results"] < size + 100
     assert found["total"] == sum(value for name, value in found.items() if name != "total")
-    totals = [parts["total"] for parts in programs.values()]
+    totals = [parts["total"] for parts in memory.values()]
     assert totals == sorted(totals, reverse=True)
 
 

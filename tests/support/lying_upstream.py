@@ -177,7 +177,7 @@ class LyingUpstream:
             data = _junk(f"{i}")
             lines.append({"path": f"junk/{i}", "size": len(data), "digest": blake3.blake3(data).hexdigest()})
         body = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        return "honest", body, {"X-Epoch": "e", "X-Next": "1", "X-Complete": "0"}
+        return "honest", body, {"X-Epoch": "e", "X-Next": "1"}
 
     def _file(self, path) -> bytes | None:
         with contextlib.suppress(OSError, ValueError):

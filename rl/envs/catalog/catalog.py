@@ -25,6 +25,7 @@ from rl.envs.packages import package as package_lib
 from rl.envs.wrappers import wrapping as wrapping_lib
 from rl.protocol import env_mix, user_code
 from sharding.system import cli
+from sharding.system import text as text_lib
 
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
@@ -145,8 +146,10 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
         entries = [*metadata.entry_points(group=GROUP, name=name)]
         if not entries and not user_code.is_name(name):
             known = [*ENVS, *(entry.name for entry in metadata.entry_points(group=GROUP))]
-            hint, own = environment.did_you_mean(kind, known), "or write module:function for your own"
-            raise ValueError(f"environment {name!r} does not exist; {hint}choose one of {', '.join(known)}, {own}")
+            own = "or write module:function for your own"
+            raise ValueError(
+                f"environment {name!r} does not exist{text_lib.hint(kind, known)}; choose one of {', '.join(known)}, {own}"
+            )
         located = user_code.locate(entries[0].value) if entries else _located("env.name", name, folders)
     found = dict(options)
     for option, path in _paths(options).items():

@@ -19,6 +19,7 @@ from rl.envs.packages import commands as package_commands
 from rl.envs.packages import package as package_lib
 from rl.ledger import environments
 from sharding.system import cli
+from sharding.system import text as text_lib
 
 
 def add_check(commands) -> None:
@@ -150,7 +151,7 @@ def _list(args, options: dict) -> int:
     found = index_lib.read(args.index, args.signer)
     for name in sorted(found.environments):
         version, entry = found.entry(name)
-        print(f"{name:<24} {version:<10} {entry['kind']:<9} {printable(entry['summary'])}")
+        print(f"{name:<24} {version:<10} {entry['kind']:<9} {text_lib.printable(entry['summary'])}")
     print(f"{len(found.environments)} environments, signed by {found.signer}")
     return 0
 
@@ -168,7 +169,7 @@ def _info(args, options: dict) -> int:
         shown |= {"training tasks": env.num_tasks or "unlimited", "digest": catalog.digest(located, given)}
     for field, value in shown.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
-        print(f"{field:<15} {printable(str(text))}")
+        print(f"{field:<15} {text_lib.printable(str(text))}")
     if args.ledger:
         found = [one for one in environments.read(args.ledger) if shown["digest"] == one.digest]
         print("\n".join(environments.table(found)) if found else f"{args.ledger} has no batch of this digest")
@@ -195,8 +196,3 @@ def _publish(args, options: dict) -> int:
     done = store.publish(pathlib.Path(args.folder), pathlib.Path(args.index), key, pathlib.Path(args.report), wheel)
     print(f"published {done}, signed by {key.worker}")
     return 0
-
-
-def printable(text: str) -> str:
-    """Returns a text of a stranger in which each character is printable."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -11,13 +11,12 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import pathlib
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -25,6 +24,7 @@ import httpx
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import manifest as manifest_lib
 from sharding.system import atomic_file, signed_message
+from sharding.system import files as files_lib
 
 FORMAT = "intellax/environment-index/1"
 MAX_BYTES = 2**24
@@ -137,11 +137,8 @@ def reason_malformed(environments: Any) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _locked(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+    return files_lib.locked(path.with_name(f".{path.name}.lock"))
 
 
 def _is_url(place: str) -> bool:

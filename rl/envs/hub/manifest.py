@@ -12,7 +12,6 @@ The name of the environment is that of its entry point, of which a package has o
 """
 
 import dataclasses
-import hashlib
 import importlib.util
 import os
 import pathlib
@@ -145,9 +144,3 @@ def unpack(wheel: pathlib.Path, out: pathlib.Path) -> None:
             archive.extractall(out)
     except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
         raise ValueError(f"{wheel} is not a wheel: {error}; build or download it again") from None
-
-
-def sha256(path: pathlib.Path) -> str:
-    """Returns the SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

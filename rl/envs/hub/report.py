@@ -17,6 +17,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import rules, trial
 from rl.envs.interface import environment
 from sharding.system import atomic_file, signed_message
+from sharding.system import text as text_lib
 
 FORMAT = "intellax/environment-report/1"
 MAX_BYTES = 2**22
@@ -98,4 +99,4 @@ def table(report: dict) -> str:
     was_tried = report["kind"]["declared"] != "unknown"
     shown = f"its trials show the kind {report['kind']['tested']}" if was_tried else "it could not be tried"
     lines += ["", f"{report['verdict']}: {shown}"]
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+    return "\n".join(map(text_lib.printable, lines))

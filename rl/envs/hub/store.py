@@ -18,6 +18,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import index as index_lib
 from rl.envs.hub import manifest as manifest_lib
 from rl.envs.hub import report as report_lib
+from sharding.system import files as files_lib
 
 
 def publish(
@@ -53,7 +54,7 @@ def publish(
         data, stem = wheel.read_bytes(), f"{manifest.name}-{manifest.version}"
         entry = {
             "wheel": f"wheels/{wheel.name}",
-            "sha256": manifest_lib.sha256(wheel),
+            "sha256": files_lib.sha256(wheel),
             "digest": digests[str(source)],
             "report": f"reports/{stem}.json",
             "kind": checked["kind"]["tested"],
@@ -78,7 +79,7 @@ def install(found: index_lib.Index, name: str, target: pathlib.Path | None, *, d
     with tempfile.TemporaryDirectory(prefix="intellax-install-") as folder:
         wheel = pathlib.Path(folder) / pathlib.PurePosixPath(entry["wheel"]).name
         wheel.write_bytes(found.fetch(entry["wheel"]))
-        if (digest := manifest_lib.sha256(wheel)) != entry["sha256"]:
+        if (digest := files_lib.sha256(wheel)) != entry["sha256"]:
             expected = f"{digest[:16]}, and the index has {entry['sha256'][:16]}"
             raise ValueError(f"{name}@{version}: the wheel has the SHA-256 {expected}; get it from another place")
         manifest_lib.unpack(wheel, pathlib.Path(folder) / "unpacked")

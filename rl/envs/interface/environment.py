@@ -45,7 +45,6 @@ An environment of several turns, tools, or other models has a program `play` ins
 '''
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -55,6 +54,7 @@ from typing import Any
 
 from rl.envs.interface import episode
 from rl.protocol import user_code
+from sharding.system import text as text_lib
 
 SPLITS = ("train", "held_out")
 # "pure": the task and the completions; "replayed": also this machine's tools, such as a sandbox for code; "recorded": more than that,
@@ -225,11 +225,5 @@ def echo_warning(label: str, count: int, total: int) -> str:
 def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:
     """Raises ValueError for the first of `options` that is not in `known`. `owner` names the environment or dataset in the message."""
     for option in options - set(known):
-        hint = did_you_mean(option, known)
-        raise ValueError(f"{owner} has no option {option!r} (env.options); {hint}choose from {', '.join(known)}")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a question for an error message with the name in `known` most similar to `name`, or "" if no name is similar."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}? " if close else ""
+        found = f"{owner} has no option {option!r} of env.options{text_lib.hint(option, known)}"
+        raise ValueError(f"{found}; choose from {', '.join(known)}")

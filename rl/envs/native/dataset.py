@@ -18,6 +18,7 @@ from rl.data import messages as messages_lib
 from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import rewards
+from sharding.system import text as text_lib
 
 MAX_CHARS = 65536  # a longer completion scores as an empty one
 
@@ -47,9 +48,8 @@ def build(
     def read(row: Mapping[str, Any]) -> tuple[tuple[dict, ...], str, str]:
         for option, field in needed.items():
             if field not in row:
-                hint = environment.did_you_mean(field, row)
                 found = f"field {field!r} does not exist" + f", only {', '.join(map(repr, [*row][:20]))}" * bool(row)
-                raise ValueError(f"{found}; {hint}set env.options.{option}")
+                raise ValueError(f"{found}{text_lib.hint(field, row)}; set env.options.{option}")
         if isinstance(row.get(answer), list | dict | bytes) and not is_own:  # no completion equals its notation
             found = f"the answer {str(row[answer])[:60]} is not a text or a number"
             raise ValueError(f"{found}; set env.options.reward to your own module:function, which gets the row")

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable
 
 from rl.envs.interface import environment
+from sharding.system import text as text_lib
 
 INSTRUCTION = "Reply with the final answer only, in the form that the question asks for."
 SIZE = 2**20
@@ -133,8 +134,8 @@ def checked(dataset: str, checker: Callable, completion: str, entry: dict) -> tu
 
 def _check(dataset: str, config: dict, datasets: dict) -> None:
     if dataset not in datasets:
-        hint = environment.did_you_mean(dataset, datasets)
-        raise ValueError(f"reasoning_gym has no dataset {dataset!r}; {hint}write reasoning_gym:<one of its names>")
+        found = f"reasoning_gym has no dataset {dataset!r}{text_lib.hint(dataset, datasets)}"
+        raise ValueError(f"{found}; write reasoning_gym:<one of its names>")
     if dataset in REFUSED:
         raise ValueError(f"dataset reasoning_gym:{dataset} cannot be used: {REFUSED[dataset]}; choose another one")
     known = sorted({field.name for field in dataclasses.fields(datasets[dataset][1])} - {"seed", "size"})

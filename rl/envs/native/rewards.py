@@ -21,9 +21,9 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl.envs.interface import environment
 from rl.envs.native import numerals
 from rl.protocol import user_code
+from sharding.system import text as text_lib
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)
 NAMES = ("exact", "number", "regex", "math", "boxed")
@@ -39,8 +39,8 @@ def make(name: str, pattern: str = "") -> Reward:
         user_code.check_arguments(function, name, "reward(completion, row)", 2)
         return lambda completion, answer, row: function(completion, row)
     if name not in NAMES:
-        hint = environment.did_you_mean(name, NAMES)
-        raise ValueError(f"reward {name!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or module:function")
+        found = f"reward {name!r} is unknown{text_lib.hint(name, NAMES)}"
+        raise ValueError(f"{found}; choose one of {', '.join(NAMES)}, or module:function")
     if (name == "regex") != bool(pattern):
         remedy = "needs env.options.pattern, as in '<answer>(.*?)</answer>'" if name == "regex" else "has no pattern"
         raise ValueError(f"reward {name!r} {remedy}; set reward = 'regex' and pattern together")

@@ -36,7 +36,8 @@ from rl.orchestrator.verdicts.verdict_case import Case, Validator
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
-from sharding.system import bounded_reply, retries, role_metrics, signed_message
+from sharding.logs import role_metrics
+from sharding.system import bounded_reply, retries, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life

@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 
 from inference.server import web
+from sharding.system import sockets
 from tests.support import serving
 
 BUDGET, BODY, WAIT_S = 2**20, 2**18, 30
@@ -181,7 +182,7 @@ def test_an_address_is_that_of_the_connection(run):
     ],
 )
 def test_a_network_of_ipv6_is_one_address(host, party):
-    assert web._network(host) == party
+    assert sockets.network(host) == party
 
 
 def test_the_connections_of_an_ipv6_site_count_together():

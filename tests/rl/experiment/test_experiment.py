@@ -722,7 +722,7 @@ def test_a_mix_is_resolved_with_a_digest_and_rules_of_each_environment(tmp_path)
     missing = resolved(**mixed(sums={"name": "gsm8k"})).config
     with pytest.raises(ValueError, match="envs.sums: envs.sums.options.path = '' has no train.jsonl"):
         rules.check_prompts(missing, exp.tokenizer)
-    with pytest.raises(ValueError, match="envs.sums: environment 'gsm8' does not exist; did you mean 'gsm8k'"):
+    with pytest.raises(ValueError, match="envs.sums: environment 'gsm8' does not exist .did you mean gsm8k"):
         rules.check_prompts(resolved(**mixed(sums={"name": "gsm8"})).config, exp.tokenizer)
 
 

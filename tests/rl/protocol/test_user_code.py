@@ -160,7 +160,7 @@ def test_a_mistake_is_one_line(project, monkeypatch, name, words):
 
 def test_an_option_that_the_builder_lacks_is_named(project):
     with pytest.raises(
-        ValueError, match="has no option 'bigest' .env.options.; did you mean 'largest'. choose from largest, path"
+        ValueError, match="has no option 'bigest' of env.options .did you mean largest...; choose from largest, path"
     ):
         envs.load(f"{project}/own_alone.py:build", seed=0, bigest=3)
 

@@ -208,7 +208,7 @@ def test_only_the_pinned_publisher_and_run_count(tmp_path):
     assert broadcast.latest(tmp_path) == 1 and broadcast.pull(tmp_path, key=public).version == 0
     with pytest.raises(broadcast.CorruptSource, match=r"version 1 is not in the signed head: it has \[0\]"):
         broadcast.pull(tmp_path, 1, key=public)
-    with pytest.raises(ValueError, match=f"opened with key None, not {public}: open it with that trusted_key"):
+    with pytest.raises(ValueError, match=f"opened with key None, not {public}; open it with that trusted_key"):
         broadcast.pull(source.open(tmp_path), key=public)
 
 
@@ -261,7 +261,7 @@ def test_missing_places(tmp_path):
     with pytest.raises(FileNotFoundError, match="no version under"):
         broadcast.pull(tmp_path)
     with pytest.raises(
-        TimeoutError, match=r"no version >= 1 .*newest: None\): no broadcast directory .*nowhere: start"
+        TimeoutError, match=r"no version >= 1 .*newest: None\): no broadcast directory .*nowhere; start"
     ):
         broadcast.wait_for(nowhere, 1, timeout_s=0.1)
 
@@ -497,7 +497,7 @@ def test_a_base_that_was_overwritten_is_not_used(tmp_path, rng):
 def test_a_publisher_of_another_model_or_of_a_deleted_version(tmp_path, rng):
     publisher = broadcast.Publisher(tmp_path, snapshot_every=3)
     publisher.publish(_params(rng), 0)
-    with pytest.raises(ValueError, match="tensor 'x' has another shape.*version 0: create a new Publisher"):
+    with pytest.raises(ValueError, match="tensor 'x' has another shape.*version 0; create a new Publisher"):
         publisher.publish({**_params(rng), "x": np.ones(1)}, 1)
     publisher.publish(_params(rng), 1)
     broadcast.remove(tmp_path, 1)
@@ -905,7 +905,7 @@ def test_through_two_relays_with_deltas(tmp_path, rng):
             if version:
                 params = _nudge(params, rng)
                 publisher.publish(params, version)
-            assert broadcast.wait_for([a.url, b.url], version, timeout_s=30) == version
+            assert broadcast.wait_for([a.url, b.url], version, timeout_s=30, key=public) == version
             have = broadcast.pull([a.url, b.url], version, base=have, key=public)
             trees.assert_same(have.params, params)
         trees.assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
@@ -956,7 +956,7 @@ def test_no_one_waits_for_a_version_that_was_deleted(tmp_path):
                 dict(at_least=1, digest=digests[1]),
                 dict(at_least=2, digest=digests[1]),
             ):  # the latter: replaced
-                with pytest.raises(FileNotFoundError, match="is not published any more: pull the newest version"):
+                with pytest.raises(FileNotFoundError, match="is not published any more; pull the newest version"):
                     broadcast.wait_for(root, timeout_s=30, key=key, epoch=epoch, **wanted)
             for later in (dict(at_least=4, epoch=epoch), dict(at_least=2, epoch=epoch + 1)):  # on its way
                 with pytest.raises(TimeoutError):
@@ -1025,10 +1025,10 @@ def test_published_manifest_is_stable(tmp_path):
     assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "digest": digest}
     del body["own_digest"]  # of these fields
     assert trees.digest({"b": np.array(1.5, ">f8")}) == trees.digest({"b": np.float64(1.5)})  # of little-endian bytes
-    nulls = dict.fromkeys(("base", "delta_of", "digest_before", "public_key", "signature"))
+    nulls = dict.fromkeys(("base", "delta_of", "digest_before", "public_key", "signature", "epoch"))
     tensor = {"name": "w/0", "shape": [3], "dtype": "int16", "chunk": [3], "deltas": None, "tied_to": None}
     assert body == nulls | {
-        "format": 3,
+        "format": 4,
         "version": 1,
         "encodings": ["zarr3"],
         "digest_after": "f0af3f91c7b504328debd26570b96f947036c7e009a75b981f6ecb9e603d181c",

@@ -24,6 +24,7 @@ SMALL_RANGES = range_get.Options(patience_s=5.0, connect_s=1.0, stall_s=1.0, ran
 @pytest.fixture
 def root(tmp_path):
     proxy.publish(tmp_path / "pub", 0, proxy.contents(0))
+    proxy.sign(tmp_path / "pub")
     return tmp_path / "pub"
 
 
@@ -51,9 +52,14 @@ def read(opened, objects, path):
 @pytest.mark.parametrize(
     ("what", "options", "message"),
     [
-        ([], {}, "no source given"),
+        ([], {}, "no source is given"),
         (["http://a:1", "/tmp"], {}, "are not all relays"),
         (["/a", "/b"], {}, "are not all relays"),
+        (
+            ["http://a:1", "http://b:1"],
+            {},
+            "relays http://a:1, http://b:1 are given without a key, .*; pass the run's public",
+        ),
         ("ftp://a", {}, "unknown scheme"),
         ("localhost:8200", {}, "write http://localhost:8200"),
         ("http://", {}, "is not a URL"),
@@ -119,27 +125,27 @@ def test_wrong_bytes_never_leave_a_directory(root, tmp_path):
 
 
 def test_a_directory_lists_what_grows(root):
+    (root / head.NAME).unlink()
     opened = source.open(root)
     assert opened.listing() == journal.Listing((0,), ())
     objects = proxy.contents(1)
     threading.Timer(0.1, proxy.begin, (root, 1, dict(list(objects.items())[:2]))).start()
     assert opened.listing(5.0, opened.listing()) == journal.Listing((0,), (1,))
     proxy.wait_until(lambda: (root / "v00000001/objects.jsonl").read_bytes().count(b"\n") == 2)
-    entries, is_complete = opened.entries(1)
-    assert [e.path for e in entries] == list(objects)[:2] and not is_complete
-    assert opened.entries(1, wait_s=0.05) == ([], False)
+    assert [e.path for e in opened.entries(1)] == list(objects)[:2]
+    assert opened.entries(1, wait_s=0.05) == []
     shutil.rmtree(root / "v00000001")  # the publisher died, and its successor begins anew
     other = proxy.contents(2)
     proxy.publish(root, 1, other)
-    entries, is_complete = opened.entries(1, wait_s=1.0)
-    assert [e.path for e in entries] == list(other) and is_complete
+    assert [e.path for e in opened.entries(1, wait_s=1.0)] == list(other)
 
 
 def test_a_bucket_lists_what_grows_and_gives_no_wrong_bytes(root, tmp_path):
     opened, objects = source.open(f"file://{root}", trusted_key=TRUSTED), proxy.contents(0)
     proxy.begin(root, 7, objects)
-    assert opened.listing() == journal.Listing((0,), (7,))
-    assert [e.path for e in opened.entries(7)[0]] == list(objects) and opened.entries(7) == ([], False)
+    signed = proxy.sign(root, writing=7)
+    assert opened.listing() == journal.Listing((0,), (7,), signed)
+    assert [e.path for e in opened.entries(7)] == list(objects) and opened.entries(7) == []
     bad = source.open(f"file://{tamper(root, tmp_path / 'bad')}")
     with pytest.raises(journal.CorruptSource, match="digest"):
         read(bad, objects, "tensors/t3/c.0")
@@ -163,7 +169,7 @@ def test_bytes_go_where_they_are_wanted(root, tmp_path, kind, opening):
             opened.read(0, entry, into)
             assert array == b"?????" + data[:-4] + b"?????" and checksum == data[-4:]
         for wrong in (into[:1], [*into, memoryview(bytearray(1))]):
-            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes, the views .*: pass views"):
+            with pytest.raises(ValueError, match=f"{path} has {len(data)} bytes, the views .*; pass views"):
                 opened.read(0, entry, wrong)
         with pytest.raises(ValueError, match="not a relative path of letters"):
             opened.read(0, dataclasses.replace(entry, path="../v00000000/tensors/t4/c.0"), into)
@@ -210,7 +216,7 @@ def test_a_source_gives_what_was_published(root, origin, opening, kind):
 def test_a_big_object_comes_from_several_relays(root, origin, opening):
     with proxy.running(root) as second:
         proxy.wait_until(proxy.holds(second, 0))
-        opened = opening([origin.url, second.url], options=SMALL_RANGES)
+        opened = opening([origin.url, second.url], trusted_key=TRUSTED, options=SMALL_RANGES)
         objects = proxy.contents(0)
         for _ in range(5):
             assert read(opened, objects, "tensors/t4/c.0") == objects["tensors/t4/c.0"]
@@ -224,7 +230,8 @@ def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
         opened = opening([liar.url, origin.url], trusted_key=TRUSTED, options=options)
         objects, path = proxy.contents(0), "tensors/t4/c.0"
         for seed in range(8):  # where the ranges of an object come from both, the one with the wrong range is at fault
-            fresh = opening([liar.url, origin.url], options=dataclasses.replace(options, seed=seed))
+            seeded = dataclasses.replace(options, seed=seed)
+            fresh = opening([liar.url, origin.url], trusted_key=TRUSTED, options=seeded)
             assert read(fresh, objects, path) == objects[path]
             found = fresh.stats()
             lies = [found["relays"][relay.url]["num_lies"] for relay in (liar, origin)]
@@ -246,7 +253,8 @@ def test_a_relay_that_has_a_number_of_a_resumed_run_already_is_no_liar(root, ori
         proxy.wait_until(proxy.holds(early, 0))
         objects, path = proxy.contents(0), "tensors/t3/c.0"
         for seed in range(4):
-            opened = opening([early.url, origin.url], options=dataclasses.replace(SMALL_RANGES, seed=seed))
+            seeded = dataclasses.replace(SMALL_RANGES, seed=seed)
+            opened = opening([early.url, origin.url], trusted_key=trusted, options=seeded)
             assert read(opened, objects, path) == objects[path]
             found = opened.stats()["relays"][early.url]
             assert (found["num_lies"], found["num_failures"], found["success"]) == (0, 0, 1.0)
@@ -328,7 +336,8 @@ def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
 def test_a_straggler_is_overtaken(root, origin, opening):
     objects = proxy.contents(0)
     with proxy.Proxy(origin.url, lambda rng: ("rate", 1000)) as slow:
-        opened = opening([slow.url, origin.url], options=range_get.Options(patience_s=30.0, seed=3))
+        options = range_get.Options(patience_s=30.0, seed=3)
+        opened = opening([slow.url, origin.url], trusted_key=TRUSTED, options=options)
         begun_s = time.monotonic()
         for _ in range(6):
             assert read(opened, objects, "tensors/t4/c.0") == objects["tensors/t4/c.0"]
@@ -377,15 +386,14 @@ def test_who_is_being_cut_off_is_waited_for():
     assert len(calls) == 1 and failed
 
 
-def test_relays_that_disagree_need_a_key(root, origin, opening, tmp_path):
+def test_a_relay_of_another_run_changes_nothing(root, origin, opening, tmp_path):
     proxy.publish(tmp_path / "other", 0, proxy.contents(5), key=proxy.OTHER_KEY)
+    proxy.sign(tmp_path / "other", key=proxy.OTHER_KEY)
     with proxy.running(tmp_path / "other") as other:
         proxy.wait_until(proxy.holds(other, 0))
-        with pytest.raises(journal.CorruptSource, match="pass the publisher's trusted key"):
-            opening([origin.url, other.url]).manifest(0)
         opened = opening([origin.url, other.url], trusted_key=TRUSTED)
         for _ in range(3):
             assert opened.versions() == [0]
             assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
-        with pytest.raises(journal.CorruptSource, match="is signed by"):
+        with pytest.raises(journal.CorruptSource, match="not signed by the trusted key"):
             opening(other.url, trusted_key=TRUSTED).versions()

@@ -135,9 +135,9 @@ def first_object(**fields):
 LIES = {
     "format": (
         lambda m: m.update(format=5),
-        r"^format 5 is not one of \[3, 4\], which this release reads: publish again, or use the release that wrote it$",
+        r"^format 5 is not 4, which this release reads; publish again, or use the release that wrote it$",
     ),
-    "missing field": (lambda m: m.pop("run"), r"in addition to those of format 3, the fields \['run'\]"),
+    "missing field": (lambda m: m.pop("run"), r"in addition to those of format 4, the fields \['run'\]"),
     "unknown field": (lambda m: m.update(colour="red"), "colour"),
     "version": (lambda m: m.update(version=9), "is of version 9, not of version 3"),
     "version sign": (lambda m: m.update(version=-1), "version is '-1'"),
@@ -286,7 +286,7 @@ def test_a_signature_that_does_not_fit(signature):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":3}', b"NaN", b"1e999", b'{"format":' + b"9" * 5000 + b"}"],
+    [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"format":4}', b"NaN", b"1e999", b'{"format":' + b"9" * 5000 + b"}"],
 )
 def test_malformed_bytes(data):
     with pytest.raises(journal.CorruptSource):

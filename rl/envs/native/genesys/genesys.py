@@ -19,6 +19,7 @@ from rl.envs.native.genesys import checks, schema
 from rl.envs.native.programs import blocks, grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
+from sharding.system import text as text_lib
 
 CODE = {"verifiable_code": False, "prime_rl_code": True, "deepcoder": True}  # True: all tests must pass
 JUDGED = "llm_judgeable_groundtruth_similarity"
@@ -49,8 +50,8 @@ def build(
     wanted = [name for name in types.split(",") if name]
     for name in wanted:
         if name not in TYPES:
-            hint = environment.did_you_mean(name, TYPES)
-            raise ValueError(f"env.options.types: task type {name!r} is unknown; {hint}choose from {', '.join(TYPES)}")
+            found = f"env.options.types: task type {name!r} is unknown{text_lib.hint(name, TYPES)}"
+            raise ValueError(f"{found}; choose from {', '.join(TYPES)}")
     tasks: list[schema.Task] = []
     for own in sources.read(path).values():
         for number in range(len(own)):
@@ -133,10 +134,8 @@ def _check(task: schema.Task) -> None:
     elif task.task_type in checks.SCORES:
         checks.check(task.task_type, task.verification_info)
     else:
-        hint = environment.did_you_mean(task.task_type, TYPES)
-        raise ValueError(
-            f"task type {task.task_type!r} cannot run here; {hint}set env.options.types, or use {', '.join(TYPES)}"
-        )
+        found = f"task type {task.task_type!r} cannot run here{text_lib.hint(task.task_type, TYPES)}"
+        raise ValueError(f"{found}; set env.options.types, or use {', '.join(TYPES)}")
 
 
 def _of_text(row: schema.Task, completion: str) -> float:

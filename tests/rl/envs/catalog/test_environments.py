@@ -144,10 +144,10 @@ def test_checkers_that_raise_score_zero_with_an_error():
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("reverse_txt", {}, "did you mean 'reverse_text'"),
-        ("reasoning_gym:chain_sums", {}, "did you mean 'chain_sum'"),
+        ("reverse_txt", {}, "did you mean reverse_text"),
+        ("reasoning_gym:chain_sums", {}, "did you mean chain_sum"),
         ("reasoning_gym", {}, "reasoning_gym:<one"),
-        ("reasoning_gym:chain_sum", {"min_term": 2}, "did you mean 'min_terms'"),
+        ("reasoning_gym:chain_sum", {"min_term": 2}, "did you mean min_terms"),
         ("reasoning_gym:word_ladder", {}, "cannot be used: its items differ"),
         ("reverse_text", {"min_length": 9}, "min_length=9, max_length=8"),
         ("reverse_text", {"alphabet": "a b"}, "white space"),
@@ -159,14 +159,14 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reasoning_gym:spell_backward", {"data_file": "/etc/hosts"}, "data_file = '/etc/hosts' is a path"),
         ("reasoning_gym:spell_backward", {"data_file": "../data/words3to10.txt"}, "is a path"),
         # A command line changes the environment, but not its options in the config file.
-        ("gsm8k", {"alphabet": "ab"}, "gsm8k has no option 'alphabet' .env.options.; choose from path, system_prompt"),
+        ("gsm8k", {"alphabet": "ab"}, "gsm8k has no option 'alphabet' of env.options; choose from path, system_prompt"),
         (
             "reverse_text",
             {"min_length": "two"},
             "reverse_text cannot be built with {'min_length': 'two'}: TypeError: .*; corr",
         ),
         ("dataset", {"path": " "}, "the path of rows is ' '; give a file or a folder"),
-        ("reverse_text", {"max_lenght": 5, "seed": 3}, "has no option 'max_lenght' .*did you mean 'max_length'"),
+        ("reverse_text", {"max_lenght": 5, "seed": 3}, "has no option 'max_lenght' .*did you mean max_length"),
     ],
 )
 def test_refusals(name, options, message):

@@ -124,7 +124,7 @@ def test_a_report_verifies_and_a_changed_byte_does_not(tmp_path, capsys):
 def test_mistakes_of_the_user_are_errors_of_one_line(capsys, tmp_path):
     for words, message in (
         ([], "no environment is named"),
-        (["reverse_tex"], "did you mean 'reverse_text'?"),
+        (["reverse_tex"], "did you mean reverse_text?"),
         (["reverse_text", "--tasks", 0], "--tasks 0 is below 1"),
         (["reverse_text", "--report", tmp_path / "r"], "--report needs --key"),
         (["--verify", tmp_path / "none"], "does not exist; name the file of a report"),

@@ -16,6 +16,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import index as index_lib
 from rl.envs.hub import manifest, skeleton, store
 from rl.envs.hub import report as report_lib
+from sharding.system import files as files_lib
 from sharding.system import signed_message
 from tests.support import commands
 
@@ -160,13 +161,13 @@ def test_a_wheel_with_other_code_is_refused_even_if_its_index_is_signed(copy, ca
     (wheel,) = (index.parent / "wheels").iterdir()
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("sums/more.py", "")
-    entry = {"sha256": manifest.sha256(wheel)}
+    entry = {"sha256": files_lib.sha256(wheel)}
     resigned(index, key, lambda found: found["environments"]["sums"]["0.1.0"].update(entry))
     words = ["install", "sums", "--dry", "--index", index, "--signer", key.worker]
     assert "the wheel has other code than its report" in failed(capsys, *words)
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("other/__init__.py", "")
-    entry = {"sha256": manifest.sha256(wheel)}
+    entry = {"sha256": files_lib.sha256(wheel)}
     resigned(index, key, lambda found: found["environments"]["sums"]["0.1.0"].update(entry))
     assert "put all code of the environment in one package" in failed(capsys, *words)
 

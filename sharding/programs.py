@@ -1,16 +1,19 @@
-"""The compilation cache: programs that one process compiled are read from disk by its children, and by later starts.
+"""The compiled programs of this process: the cache that keeps them on disk, their memory, and recordings of their work.
 
-`enable` names the folder. A folder in the variable JAX_COMPILATION_CACHE_DIR takes precedence. Code for CPUs uses the instructions of
-the CPU that it was compiled on, and a home directory may be on several machines, so each kind of CPU has a folder of its own.
+Programs that one process compiled are read from disk by its children, and by later starts. `enable_cache` names the folder. A folder in
+the variable JAX_COMPILATION_CACHE_DIR takes precedence. Code for CPUs uses the instructions of the CPU that it was compiled on, and a home
+directory may be on several machines, so each kind of CPU has a folder of its own.
 """
 
 import contextlib
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import pathlib
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ _config: Any = jax.config  # defines its attributes at run time
 _seconds: dict[str, list[float]] = {_COMPILED: [], _READ: []}
 
 
-def enable(folder: str = "auto") -> None:
+def enable_cache(folder: str = "auto") -> None:
     """Sets the cache of this process and of those that it will start, and begins to count programs.
 
     "auto" is a folder of this user, unless the cache is off by JAX_ENABLE_COMPILATION_CACHE, as in a child of a run without one. ""
@@ -43,7 +46,7 @@ def enable(folder: str = "auto") -> None:
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             if folder == "auto":
                 cli.note(f"note: compiled programs are not kept: {error}")
-                return enable("")
+                return enable_cache("")
             found = f"the folder {folder} of compiled programs cannot be used: {error}"
             raise ValueError(f"{found}; set topology.compile_cache to another folder, or to '' for none") from error
         settings |= {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
@@ -57,7 +60,7 @@ def enable(folder: str = "auto") -> None:
 
 
 def summary() -> str:
-    """Returns a line on the programs that this process has compiled or read from the cache since `enable`, and those that need most memory."""
+    """Returns a line on the programs that this process has compiled or read from the cache since `enable_cache`, and those that need most memory."""
     read, every = list(_seconds[_READ]), list(_seconds[_COMPILED])
     num_compiled = max(len(every) - len(read), 0)
     text = f"compiled {num_compiled} program{'s' * (num_compiled != 1)} in {max(sum(every) - sum(read), 0.0):.1f} s"
@@ -103,6 +106,38 @@ def user_folder() -> pathlib.Path:
         kind = {line for line in info.read_text().splitlines() if line.startswith(names)}
     digest = hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()
     return pathlib.Path(home) / "intellax" / "compiled" / digest[:12]
+
+
+class Profiler(contextlib.AbstractContextManager):
+    """The recording of the steps from the first to the second of `steps`, or of none for (), during a `with` block.
+
+    It has the work of this process's devices and threads, for xprof, TensorBoard, and Perfetto, and in `memory.json` the memory of its
+    programs. A learner records in WORKDIR/profile, a server that is its own process in WORKDIR/profile/NAME.
+    """
+
+    def __init__(self, folder: pathlib.Path, steps: Sequence[int]):
+        self._folder, self._steps, self._is_running = folder, range(steps[0], steps[1] + 1) if steps else (), False
+
+    def begin(self, step: int) -> contextlib.AbstractContextManager:
+        """Calls `advance`; returns a context that gives the step a name in the recording."""
+        self.advance(step)
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def advance(self, step: int) -> None:
+        """Starts or ends the recording at the begin of a step."""
+        if self._is_running and step not in self._steps:
+            self.__exit__()
+        elif not self._is_running and step in self._steps:
+            jax.profiler.start_trace(self._folder)
+            self._is_running = True
+
+    def __exit__(self, *_) -> None:
+        """Ends the recording if it is running, and writes it."""
+        if self._is_running:
+            self._is_running = False
+            jax.profiler.stop_trace()
+            if jax.process_index() == 0:
+                (self._folder / "memory.json").write_text(json.dumps(memory(), indent=1) + "\n")
 
 
 def _remove_partial(folder: pathlib.Path) -> None:

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from sharding.download import concurrency
+from sharding.download import relays
 
 
 def most_at_once(few, quick_s, takes_s, num_reads=12):
-    limiter, lock, now, most = concurrency.AdaptiveConcurrency(few, quick_s), threading.Lock(), [0], [0]
+    limiter, lock, now, most = relays.AdaptiveConcurrency(few, quick_s), threading.Lock(), [0], [0]
 
     def read(_):
         with limiter.slot():
@@ -38,7 +38,7 @@ def test_slow_reads_are_joined_by_all_others():
 
 
 def test_a_read_that_fails_makes_room():
-    limiter = concurrency.AdaptiveConcurrency(1, 60.0)
+    limiter = relays.AdaptiveConcurrency(1, 60.0)
     for _ in range(3):
         with pytest.raises(OSError), limiter.slot():
             raise OSError
