@@ -24,7 +24,6 @@ import numpy as np
 from configs import quickstart
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.swarm import sample as sample_lib
 from models import transformer
 from rl import envs, sft, worker
 from rl.batch import packing
@@ -83,13 +82,9 @@ class Sampler:
 
     def _rollouts(self, group, task, prompt, completions):
         run = worker.Run(self.env, None, self.exp.config.seed, self.exp.tokenizer, [], {})
-        samples = [
-            sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, b"")
-            for c in completions
-        ]
-        made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
+        made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, completions)
         assert self.env.score is not None
-        texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in samples]
+        texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in completions]
         return [
             dataclasses.replace(one, reward=float(self.env.score(task, text)["reward"]))
             for one, text in zip(made, texts, strict=True)

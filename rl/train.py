@@ -34,7 +34,7 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from inference.server import inference_server, metrics_routes
+from inference.server import metrics_routes, startup
 from models import hub
 from rl import evaluate, live, report, rollout_system, sft
 from rl.batch import host_feed, packing
@@ -332,7 +332,7 @@ def _check_bands(file: str) -> None:
 
 def _check_server_mesh(exp: experiment.Experiment) -> None:
     try:
-        inference_server.host_mesh(exp.server_mesh, exp.engine)
+        startup.host_mesh(exp.server_mesh, exp.engine)
     except ValueError as error:
         raise ValueError(f"inference.mesh: {error}") from None
 

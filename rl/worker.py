@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 
 from inference import client as client_lib
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import kept_sets, parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
-from inference.swarm import sample as sample_lib
 from models import hub
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
@@ -366,7 +366,7 @@ class _Groups:
 
 
 def make_rollouts(
-    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
+    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[completion_lib.Completion]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
     P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
@@ -411,7 +411,7 @@ async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> lis
     sticky = "/".join(map(str, _key(group)))
     if run.player:
 
-        async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
+        async def generate(call: session_lib.Call, count: int) -> list[completion_lib.Completion]:
             asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
             own = pins | {"oldest_version": max(group["min_version"], call.oldest_version)}
             own["policy_epoch"] = max(pins["policy_epoch"], call.epoch)

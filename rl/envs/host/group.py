@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts as rollouts_lib
@@ -14,7 +14,7 @@ from rl.protocol import noise_seed
 
 MAX_RUNS = 2  # of an episode that makes other calls when it runs again
 # (call, count) -> completions of the call with the seeds call.seed to call.seed + count - 1
-Generate = Callable[[session_lib.Call, int], Awaitable[list[sample_lib.Sample]]]
+Generate = Callable[[session_lib.Call, int], Awaitable[list[completion_lib.Completion]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Player:
     async def _episode(
         self, opening: "_Opening", group: dict, origin: rollouts_lib.Origin, number: int
     ) -> list[rollout_lib.Rollout]:
-        async def backend(call: session_lib.Call) -> sample_lib.Sample:
+        async def backend(call: session_lib.Call) -> completion_lib.Completion:
             return await opening.sample(call, number)
 
         options = {"seed": group["seed"], "sample": number, "thinking": self.thinking}
@@ -78,9 +78,9 @@ class _Opening:
     def __init__(self, generate: Generate, seed: int, count: int):
         self._generate, self._seed, self._count = generate, seed, count
         self._begun: set[int] = set()  # numbers of episodes
-        self._requests: dict[tuple[int, ...], asyncio.Future[list[sample_lib.Sample]]] = {}
+        self._requests: dict[tuple[int, ...], asyncio.Future[list[completion_lib.Completion]]] = {}
 
-    async def sample(self, call: session_lib.Call, number: int) -> sample_lib.Sample:
+    async def sample(self, call: session_lib.Call, number: int) -> completion_lib.Completion:
         """Returns the completion of a call of an episode."""
         is_first = number not in self._begun and call.seed == noise_seed.stream_seed(self._seed, number, 0, ())
         self._begun.add(number)

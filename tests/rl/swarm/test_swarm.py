@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from rl.reporting import metrics
 from rl.swarm import cheats, processes, summary, supervisor
 from sharding.logs import run_logs
@@ -43,7 +43,7 @@ def forged(double):
     out = []
     for rollout in double.generate():
         P = rollout.prompt_length
-        sample = sample_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
+        sample = completion_lib.Completion(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
         tokens = np.array([*rollout.tokens[:P], *cheats.forged(sample).tokens], np.int32)
         out.append(doubles.signed(doubles.rewritten(double, rollout, tokens), logprobs=rollout.logprobs))
     return out
@@ -53,7 +53,7 @@ def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
     caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
     assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
     for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
-        assert cheats.forged(sample_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
+        assert cheats.forged(completion_lib.Completion(tokens, [], [], 0, "stop", b"")).tokens != tokens
 
 
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
