@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment, episode
@@ -59,10 +59,10 @@ async def _run(args: argparse.Namespace) -> None:
     tokenizer, rng = tokenizer_lib.byte_chatml(), random.Random(0)
     limits = session_lib.Limits(max_tokens=64, max_model_len=2**15, max_calls=args.turns)
 
-    async def backend(call: session_lib.Call) -> sample_lib.Sample:
+    async def backend(call: session_lib.Call) -> completion_lib.Completion:
         await asyncio.sleep(rng.uniform(0, 2 * args.answer_s))
         tokens = [*tokenizer.encode(f"answer {call.seed}"), tokenizer.eos_id]
-        return sample_lib.Sample(tokens, [-1.0] * len(tokens), [0] * len(tokens), 0, "stop", bytes(258))
+        return completion_lib.Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), 0, "stop", bytes(258))
 
     options = {"kind": "pure", "limit_s": 1}
     host = host_lib.Host(f"{pathlib.Path(__file__).resolve()}:build", {"turns": args.turns}, 0, **options)

@@ -160,7 +160,7 @@ class InProcess:
     def __init__(self, model, sizes, params, *, proofs: bool = False):
         mesh = mesh_lib.create({}, jax.devices()[:1])
         params = weights.Store(model, mesh).load(jax.tree.map(np.asarray, params))  # a copy: `load` deletes
-        self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
+        self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml())
         self._scheduler = scheduler_lib.Scheduler(self._engine, params, 0, prefix_cache_bytes=0)
         self._proofs = proofs
 

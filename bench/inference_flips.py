@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from inference.engine import engine as engine_lib
+from inference.rollouts import completion as completion_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
@@ -77,9 +78,9 @@ def make_requests(count: int) -> list[scheduler_lib.GenerateRequest]:
     return made
 
 
-def complete(model, params, requests, variant: Variant) -> list[scheduler_lib.Completion]:
+def complete(model, params, requests, variant: Variant) -> list[completion_lib.Completion]:
     """Runs the requests under a variant."""
-    engine = engine_lib.Engine(model, dataclasses.replace(BASE, **variant.sizes), tokenizer_lib.byte_chatml(), params)
+    engine = engine_lib.Engine(model, dataclasses.replace(BASE, **variant.sizes), tokenizer_lib.byte_chatml())
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=variant.prefix_cache_bytes)
     order = np.random.default_rng(variant.order).permutation(len(requests)) if variant.order else range(len(requests))
     futures = {index: scheduler.submit(requests[index]) for index in order}
@@ -88,7 +89,7 @@ def complete(model, params, requests, variant: Variant) -> list[scheduler_lib.Co
     return results
 
 
-def compare(expected: list[scheduler_lib.Completion], got: list[scheduler_lib.Completion]) -> str:
+def compare(expected: list[completion_lib.Completion], got: list[completion_lib.Completion]) -> str:
     """Formats the differences of two runs of the same requests."""
     num_tokens = num_flips = num_equal = 0
     worst = 0.0

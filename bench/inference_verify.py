@@ -50,7 +50,7 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     model = shapes.model(name)
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
     sizes = engine_lib.EngineConfig(64, PROMPT + NEW, 16, 16)
-    engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
+    engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml())
     scheduler = scheduler_lib.Scheduler(engine, params, 0, prefix_cache_bytes=0)
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
     tolerance = rules_lib.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)

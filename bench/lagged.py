@@ -24,7 +24,6 @@ import numpy as np
 from configs import quickstart
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.swarm import sample as sample_lib
 from models import transformer
 from rl import envs, sft
 from rl.batch import packing
@@ -84,13 +83,9 @@ class Sampler:
 
     def _rollouts(self, group, task, prompt, completions):
         run = group_lib.Run(self.env, None, self.exp.config.seed, self.exp.tokenizer, [], {})
-        samples = [
-            sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, b"")
-            for c in completions
-        ]
-        made = group_lib.make_rollouts(run, group, task, prompt, samples)
+        made = group_lib.make_rollouts(run, group, task, prompt, completions)
         assert self.env.score is not None
-        texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in samples]
+        texts = [self.exp.tokenizer.scored_text(prompt, one.tokens) for one in completions]
         return [
             dataclasses.replace(one, reward=float(self.env.score(task, text)["reward"]))
             for one, text in zip(made, texts, strict=True)

@@ -112,7 +112,7 @@ def measure(rounds: int, group: int, only: str) -> dict[str, float]:
     model, found = shapes.model("4m"), []
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
     schedulers = [
-        scheduler_lib.Scheduler(engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params), params, 0)
+        scheduler_lib.Scheduler(engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml()), params, 0)
         for sizes in (LONG, SHORT)
     ]
     for seed in range(rounds + 1):

@@ -34,7 +34,7 @@ def get_config() -> config_dict.ConfigDict:
     m.update(activation="silu", clamp_limit=7.0, clamp_alpha=1.702, ffn_bias=False, final_softcap=0.0)
     # Attention.
     m.update(qkv_bias=False, out_bias=False, sinks=False, window=0, layer_pattern="F")
-    m.update(attention_scale=0.0, attention_softcap=0.0)  # 0: head_dim ** -0.5, and no cap
+    m.attention_scale = 0.0  # 0: head_dim ** -0.5
     # Rotary positions.
     m.update(rope_dim=0, rope_interleaved=False, rope_local_theta=0.0)
     m.update(rope_scaling="none", rope_factor=1.0, rope_original_positions=0)

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
+from inference.swarm import reply as reply_lib
 from inference.swarm import server_choice
 from sharding.system import bounded_reply
 
@@ -47,7 +48,7 @@ class _Failed(RuntimeError):
 
 
 # The last two are of URLs that only look like one. Also no connection, and a wrong content-encoding.
-_FAULTS = (sample_lib.MalformedReply, _Failed, httpx.RequestError, httpx.InvalidURL, UnicodeError)
+_FAULTS = (reply_lib.MalformedReply, _Failed, httpx.RequestError, httpx.InvalidURL, UnicodeError)
 
 
 class Client:
@@ -95,7 +96,7 @@ class Client:
         policy_epoch: int = -1,
         oldest_version: int = 0,
         sticky: str = "",
-    ) -> list[sample_lib.Sample]:
+    ) -> list[completion_lib.Completion]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
         Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`; none is older than `oldest_version`.
@@ -112,7 +113,7 @@ class Client:
         """Returns the response of a server to a request. Raises _Failed if it hangs meanwhile."""
         if (watch := self._watches.get(url)) is None:
             watch = self._watches[url] = _Watch(self._http, url)
-        target, most = f"{url}/inference/v1/generate", sample_lib.max_bytes(body)
+        target, most = f"{url}/inference/v1/generate", reply_lib.max_bytes(body)
         fetch = bounded_reply.fetch(self._http, "POST", target, most, body_s=REPLY_S, json=body)
         request = asyncio.ensure_future(fetch)
         watch.num_requests += 1
@@ -158,7 +159,7 @@ class _Request:
         self._refused: dict[str, str] = {}  # server that rejects the request -> its message
         self._reason = "no server is known"  # of the last failure
 
-    async def complete(self) -> list[sample_lib.Sample]:
+    async def complete(self) -> list[completion_lib.Completion]:
         """Returns the samples of the first valid reply. Raises the errors of `Client.generate`."""
         deadline_s = None
         try:
@@ -190,7 +191,7 @@ class _Request:
             self._servers.begin(url, self._num_samples)
             self._pending.append(_Attempt(url, now_s, asyncio.ensure_future(self._client._post(url, self._body))))
 
-    async def _receive(self) -> list[sample_lib.Sample] | None:
+    async def _receive(self) -> list[completion_lib.Completion] | None:
         """Waits a while for replies; returns the samples of the first valid one, or None."""
         responses = [attempt.response for attempt in self._pending]
         await asyncio.wait(responses, timeout=HEALTH_S, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +206,7 @@ class _Request:
             self._servers.fail(url, self._clock(), message)
         return samples
 
-    def _read(self, attempt: _Attempt) -> list[sample_lib.Sample] | None:
+    def _read(self, attempt: _Attempt) -> list[completion_lib.Completion] | None:
         """Records how an attempt ended; returns its samples, None if it has no valid ones."""
         client, url, now_s = self._client, attempt.url, self._clock()
         samples, problem, is_busy = None, "", False  # of the server; a rejection and an old version are none
@@ -222,7 +223,7 @@ class _Request:
                     self._refused[url] = f"{response.request.url} rejected the request: {message}"
             else:
                 keys = self._servers.keys(url) if self._body["proofs"] else frozenset()
-                samples = sample_lib.read(response, self._body, keys, client.run)
+                samples = reply_lib.read(response, self._body, keys, client.run)
                 oldest = min(min(sample.all_versions()) for sample in samples)
                 reason = f"server sent policy version {oldest}; {self._oldest_version} or newer was requested"
                 if oldest < self._oldest_version:

@@ -44,13 +44,13 @@ from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
-    control_listener,
     control_routes,
     generate_routes,
     guard,
     inference_server,
     openai_routes,
     schemas,
+    startup,
     status_routes,
     web,
 )
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
                     follower.run()
                 return 0
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
-            listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
+            listener = guard.control_listener(args.control, args.control_token_file, args.control_hosts)
             control = stack.enter_context(listener)
             signer = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else None
             sock = stack.enter_context(contextlib.closing(sockets.listen(args.host, args.port)))
@@ -361,7 +361,7 @@ def _start(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_server
     return server
 
 
-def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_server.Prepared:
+def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> startup.Prepared:
     """Loads the weights. All hosts call it. Raises ValueError if the settings of this host are not those of the first."""
     for name, expected in hosts.broadcast({name: getattr(args, name) for name in SHARED}).items():
         if (own := getattr(args, name)) != expected:
@@ -374,11 +374,11 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     if not args.weights:
         num = args.max_adapters or (4 if args.allow_adapter_loading else 0)
         options |= {"adapters": _adapters(args), "max_adapters": num, "max_adapter_rank": args.max_adapter_rank}
-        return inference_server.prepare_model(args.model, make_config({}), dtype=args.dtype, **options)
+        return startup.prepare_model(args.model, make_config({}), dtype=args.dtype, **options)
     key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
     wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
     options["expected"] = args.expected and atomic_file.read_json(pathlib.Path(args.expected), dict)
-    return inference_server.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
+    return startup.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
 
 
 def _adapters(args: argparse.Namespace) -> dict[str, str]:

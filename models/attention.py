@@ -7,7 +7,7 @@
    (arXiv 2310.01889).
 3. `attend` is the plain function of a mask. `attend_cached` is for new tokens over cached keys (inference/engine/kv_cache.py).
 4. XLA works on blocks of `BLOCK` queries and recomputes them in the backward pass: no [B, H, T, T] ever exists. On a CPU,
-   attention in float32 without sinks and softcap runs in models/kernels/cpu_attention.py.
+   attention in float32 without sinks runs in models/kernels/cpu_attention.py.
 
 Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H / K, C head dim (of values: V).
 """
@@ -26,7 +26,6 @@ from models.kernels import attention_tiles, cpu_attention, gpu_attention, splash
 from sharding import mesh as mesh_lib
 from sharding import rules
 
-MASKED = -1e30  # finite: a row without a key gives a uniform softmax instead of NaN; its output is unused
 BLOCK = 512  # queries whose scores exist at one time
 
 
@@ -47,7 +46,6 @@ def attend_packed(
     window: int = 0,
     implementation: str = "auto",
     scale: float | None = None,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
@@ -55,11 +53,11 @@ def attend_packed(
     A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of `ModelConfig.attention`.
     Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
-    how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
+    how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "sinks_H": sinks_H}
     k_BTKC, v_BTKV = _over_tensor(k_BTKC), _over_tensor(v_BTKV)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.shape["context"] > 1:
-        run = functools.partial(_ring, window=window, scale=how["scale"], softcap=softcap)
+        run = functools.partial(_ring, window=window, scale=how["scale"])
         out_BTHV = _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
         return checkpoint_name(out_BTHV, attention_tiles.SAVED)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
@@ -91,19 +89,17 @@ def attend(
     mask_BTS: jax.Array,
     *,
     scale: float | None = None,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scale q k) v under a mask, [B, T, H, V]; scores and softmax are in float32.
 
     Query t may read key s where `mask_BTS` is True; query head h reads key head h // (H / K). Scores are multiplied by
-    `scale` (C ** -0.5 when None), then become cap tanh(scores / cap) with `softcap` (0: off). `sinks_H` is one more logit
-    per head, which takes its share of the softmax and has no value. Keys are head-major: on a CPU a decode step over
-    [B, K, S, C] takes about half the time of one over [B, S, K, C].
+    `scale` (C ** -0.5 when None). `sinks_H` is one more logit per head, which takes its share of the softmax and has no value.
+    Keys are head-major: on a CPU a decode step over [B, K, S, C] takes about half the time of one over [B, S, K, C].
     """
     B, T, H, C = q_BTHC.shape
     q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
-    out_BKGTV = _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, C**-0.5 if scale is None else scale, softcap, sinks_H)
+    out_BKGTV = _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, C**-0.5 if scale is None else scale, sinks_H)
     return jnp.moveaxis(out_BKGTV, 3, 1).reshape(B, T, H, v_BKSV.shape[-1])
 
 
@@ -182,7 +178,7 @@ def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict)
     """Returns attention of packed rows by XLA or on a CPU; only the scores of one block of queries exist at a time."""
     T, K = q_BTHC.shape[1], k_BTKC.shape[2]
     k_BKTC, v_BKTV, columns_T = _stored(k_BTKC.swapaxes(1, 2)), _stored(v_BTKV.swapaxes(1, 2)), jnp.arange(T)
-    is_plain = q_BTHC.dtype == jnp.float32 and not how["softcap"] and how["sinks_H"] is None
+    is_plain = q_BTHC.dtype == jnp.float32 and how["sinks_H"] is None
     on_cpu = mesh_lib.platform() == "cpu" and is_plain
     is_tiled = on_cpu and T > BLOCK and rules.several_devices() is None  # several would have to skip the same tiles
     mask = functools.partial(readable, window=window)
@@ -209,8 +205,8 @@ def _stored(x) -> jax.Array:
     return jax.lax.optimization_barrier(x) if mesh_lib.platform() == "cpu" else x
 
 
-def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, softcap: float, sinks_H) -> jax.Array:
-    scores_BKGTS = _scores(q_BKGTC, k_BKSC, mask_BTS, scale, softcap)
+def _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, scale: float, sinks_H) -> jax.Array:
+    scores_BKGTS = _scores(q_BKGTC, k_BKSC, mask_BTS, scale)
     if sinks_H is None:
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
     else:
@@ -246,11 +242,9 @@ def _by_key_head(q_BTHC, num_kv_heads: int) -> jax.Array:
     return jnp.moveaxis(q_BTHC.reshape(B, T, num_kv_heads, -1, C), 1, 3)
 
 
-def _scores(q_BKGTC, k_BKSC, mask_BTS, scale: float, softcap: float) -> jax.Array:
+def _scores(q_BKGTC, k_BKSC, mask_BTS, scale: float) -> jax.Array:
     scores_BKGTS = jnp.einsum("BKGTC,BKSC->BKGTS", q_BKGTC, k_BKSC, preferred_element_type=jnp.float32) * scale
-    if softcap:
-        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
+    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, attention_tiles.MASKED)
 
 
 def _per_device(run: Callable, context: str | None) -> Callable:
@@ -261,7 +255,7 @@ def _per_device(run: Callable, context: str | None) -> Callable:
     return jax.shard_map(run, in_specs=in_specs, out_specs=heads, check_vma=False)
 
 
-def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, softcap):
+def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale):
     """Returns ring attention of one device's queries to the keys of all devices; T is the device's share of the row.
 
     The softmax is accumulated as (weighted values, sum of weights, maximum).
@@ -274,7 +268,7 @@ def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, s
     def partial_softmax(q, packing_q, columns_q, keys, columns_k):
         k, v, packing_k = keys
         mask = readable(packing_q, columns_q, packing_k, columns_k, window)
-        scores = _scores(_by_key_head(q, K), k.swapaxes(1, 2), mask, scale, softcap)
+        scores = _scores(_by_key_head(q, K), k.swapaxes(1, 2), mask, scale)
         top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - top)
         out = jnp.einsum("BKGTS,BSKV->BTKGV", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
@@ -292,7 +286,7 @@ def _ring(q_BTHC, k_BTKC, v_BTKV, packing: Packing, sinks_H, *, window, scale, s
         return (jax.tree.map(lambda x: jax.lax.ppermute(x, "context", around), keys), so_far), None
 
     empty = jnp.zeros((B, T, K, H // K, V), jnp.float32), jnp.zeros((B, T, K, H // K), jnp.float32)
-    so_far = *empty, jnp.full((B, T, K, H // K), MASKED, jnp.float32)
+    so_far = *empty, jnp.full((B, T, K, H // K), attention_tiles.MASKED, jnp.float32)
     carry = (k_BTKC, v_BTKV, packing), so_far
     (_, (out, total, top)), _ = jax.lax.scan(step, carry, jnp.arange(num_devices))
     if sinks_H is not None:

@@ -141,14 +141,12 @@ def _project(params, config, x, *names: str) -> list[jax.Array]:
 
 
 def _options(params, config, sliding: bool) -> dict:
-    """Returns the keyword arguments with which this layer calls `attend`: window, scale, softcap and sinks, where not default."""
+    """Returns the keyword arguments with which this layer calls `attend`: window, scale, and sinks, where not default."""
     options = {}
     if sliding:
         options["window"] = config.window
     if config.score_scale != config.head_dim**-0.5 or config.is_latent:
         options["scale"] = config.score_scale
-    if config.attention_softcap:
-        options["softcap"] = config.attention_softcap
     if config.sinks:
         options["sinks_H"] = params["sinks"]
     return options

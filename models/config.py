@@ -72,7 +72,6 @@ class ModelConfig:
     window: int = 0  # tokens that a sliding layer reads, its own included
     layer_pattern: str = "F"  # repeated over the layers: F reads its whole sequence, S slides
     attention_scale: float = 0.0  # of q k; 0: head_dim ** -0.5
-    attention_softcap: float = 0.0  # scores = cap tanh(scores / cap); 0: off
     # Rotary positions.
     rope_dim: int = 0  # leading dims of a head that rotate (of MLA: the trailing ones), in pairs; 0: all
     rope_interleaved: bool = False  # pairs (2i, 2i + 1) instead of (i, i + d / 2)
@@ -162,7 +161,7 @@ def _rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
         yield not isinstance(value, float) or math.isfinite(value), field.name, "must be finite"
     for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mixture_every"):
         yield getattr(c, name) >= 1, name, "must be at least 1"
-    for name in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
+    for name in ("window", "final_softcap", "attention_scale", "norm_eps", "num_experts"):
         yield getattr(c, name) >= 0, name, "must be at least 0"
     yield c.num_layers <= MAX_LAYERS, "num_layers", f"must be at most {MAX_LAYERS}"
     most = MAX_EXPERTS // c.num_layers

@@ -97,7 +97,10 @@ def init(key: jax.Array, adapter_specs: dict) -> dict:
     # In a loop: a program with 420 draws takes a minute to compile, and a batched one rounds otherwise.
     for indices in alike.values():
         spec = leaves[indices[0]]
-        draw = lambda index, spec=spec: spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype)  # noqa: E731
+
+        def draw(index, spec=spec):
+            return spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype)
+
         drawn |= zip(indices, jax.lax.map(draw, jnp.asarray(indices, jnp.uint32)), strict=True)
     return jax.tree.unflatten(structure, [drawn[index] for index in range(len(leaves))])
 

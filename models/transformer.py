@@ -157,17 +157,31 @@ def embed(params: Params, config: config_lib.ModelConfig, tokens_BT: jax.Array, 
     return rules.constrain(x_BTD, "batch", "sequence", None), rotations
 
 
-def extend_layer(
-    params: Params, config: config_lib.ModelConfig, x_BTD: jax.Array, rotation, entry, attend_cached, *, sliding: bool
+def run_layer(
+    params: Params,
+    config: config_lib.ModelConfig,
+    x_BTD: jax.Array,
+    rotation,
+    entry,
+    attend_cached,
+    *,
+    sliding: bool,
+    absorbed: bool = True,
+    experts_BTX: jax.Array | None = None,
+    valid_BT: jax.Array | None = None,
 ):
-    """Runs one layer of `extend`, with its parameters and its entry of the cache; returns (x_BTD, new entry, routing or None)."""
+    """Runs one layer of `extend`, with its parameters and its entry of the cache; returns (x_BTD, new entry, routing or None).
+
+    The last three options are those of `blocks.run`.
+    """
 
     def attend(*qkv, **options):
         nonlocal entry
         out_BTHV, entry = attend_cached(entry, *qkv, **options)
         return out_BTHV
 
-    x_BTD, routing = blocks.run(params, config, x_BTD, attend, rotation, sliding=sliding, absorbed=True)
+    how = {"sliding": sliding, "absorbed": absorbed, "experts_BTX": experts_BTX, "valid_BT": valid_BT}
+    x_BTD, routing = blocks.run(params, config, x_BTD, attend, rotation, **how)
     return x_BTD, entry, routing
 
 
@@ -265,15 +279,9 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
     x_BTD, rotations = embed(params, config, tokens_BT, positions_BT)
 
     def block(block_params, x_BTD, entry, experts_BTX, sliding):
-        def attend_entry(*qkv, **options):
-            nonlocal entry
-            out_BTHV, entry = attend(entry, *qkv, **options)
-            return out_BTHV
-
         options = {"absorbed": cache is not None, "experts_BTX": experts_BTX, "valid_BT": valid_BT, "sliding": sliding}
         x_BTD = checkpoint_name(x_BTD, "block_input")
-        x_BTD, routing = blocks.run(block_params, config, x_BTD, attend_entry, rotations[sliding], **options)
-        return x_BTD, entry, routing
+        return run_layer(block_params, config, x_BTD, rotations[sliding], entry, attend, **options)
 
     run_block = _remat(block, config) if cache is None else block
     moe_layers = [index for index in range(config.num_layers) if config.is_moe(index)]

@@ -34,7 +34,7 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from inference.server import inference_server, metrics_routes
+from inference.server import metrics_routes, startup
 from models import hub
 from rl import evaluate, report, rollout_system, running
 from rl.batch import packing
@@ -189,7 +189,7 @@ def check(
 
 def _check_server_mesh(exp: experiment.Experiment) -> None:
     try:
-        inference_server.host_mesh(exp.server_mesh, exp.engine)
+        startup.host_mesh(exp.server_mesh, exp.engine)
     except ValueError as error:
         raise ValueError(f"inference.mesh: {error}") from None
 

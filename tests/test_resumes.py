@@ -13,7 +13,7 @@ import pytest
 
 from inference import serve
 from inference.rollouts import rollout as rollout_lib
-from inference.server import inference_server
+from inference.server import startup
 from rl import worker
 from rl.orchestrator import orchestrator
 from rl.orchestrator.verdicts import verdict_collector
@@ -59,7 +59,7 @@ class Lives:
 
     def serve(self, url):
         """The inference server and the worker, which outlive the learners."""
-        server = inference_server.prepare([url], self.exp.engine, key=TRUSTED).run()
+        server = startup.prepare([url], self.exp.engine, key=TRUSTED).run()
         server.signer, server.run = self.signer, self.run.worker
         self.stack.callback(server.close)
         urls = [

@@ -20,8 +20,7 @@ import pytest
 
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.scheduler import warmup
-from inference.server import inference_server
+from inference.server import inference_server, startup
 from sharding import broadcast
 from sharding.download import range_get, source
 from sharding.format import head, journal
@@ -204,10 +203,10 @@ def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
         started.update(options)
         return types.SimpleNamespace(forget_counts=lambda: types.SimpleNamespace(result=lambda: None))
 
-    monkeypatch.setattr(warmup, "compile_largest", lambda *args: None)
-    monkeypatch.setattr(warmup, "requests", lambda *args, **options: ())
+    monkeypatch.setattr(startup, "compile_largest", lambda *args: None)
+    monkeypatch.setattr(startup, "warmup_requests", lambda *args, **options: ())
     monkeypatch.setattr(scheduler_lib, "Scheduler", scheduler)
-    server = inference_server.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
+    server = startup.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
     assert server.have.epoch == started["epoch"] == epoch
 
 
@@ -222,8 +221,8 @@ def test_a_server_that_joins_takes_a_newer_version_if_its_first_is_deleted_meanw
         return pull(source, version, **options)
 
     publish(0)
-    monkeypatch.setattr(inference_server.broadcast, "pull", late)
-    assert inference_server.prepare(str(tmp_path), exp.engine, key=TRUSTED).version == 1
+    monkeypatch.setattr(startup.broadcast, "pull", late)
+    assert startup.prepare(str(tmp_path), exp.engine, key=TRUSTED).version == 1
     assert "loading policy version 0\n" in (said := capsys.readouterr().err) and "; loading policy version 1\n" in said
 
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from inference import serve
+from inference.rollouts import completion as completion_lib
 from inference.server import generate_routes, inference_server
-from inference.swarm import sample as sample_lib
 from rl import worker
 from rl.envs.host import group as group_lib
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if kind == "lie":
         generate_routes.choice = functools.partial(_lie, generate_routes.choice)
     else:
-        inference_server.InferenceServer.request = _refuse
+        inference_server.InferenceServer.make_request = _refuse
     return serve.main(options)
 
 
@@ -48,7 +48,7 @@ def _forge(honest, run, group, task, prompt, samples):
     return honest(run, group, task, prompt, [*map(forged, samples)])
 
 
-def forged(sample: sample_lib.Sample) -> sample_lib.Sample:
+def forged(sample: completion_lib.Completion) -> completion_lib.Completion:
     """Returns a sample with its tokens in another order; the last stays: it may be the stop token. A palindrome gets another first token."""
     tokens = [*sample.tokens[-2::-1], sample.tokens[-1]]
     tokens[0] ^= tokens == [*sample.tokens]

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from inference.engine import cpu_decode_attention, decode_state, kv_cache, paged_cache, routed_experts, sampler
+from inference.engine import cpu_decode_attention, decode_state, kv_cache, paged_cache, sampler
 from inference.engine import request as request_lib
 from inference.proofs import window
-from models import logprobs, transformer
+from models import logprobs, routed_experts, transformer
 from models.kernels import cpu_transposed, int8
 
 
@@ -112,7 +112,7 @@ def insert(prefix, rows_N, request, state, slots_N):
     if not isinstance(cache, paged_cache.PagedCache):
         pairs = zip(prefix.cache, cache, strict=True)
         cache = tuple(_insert_entry(source, rows_N, target, slots_N) for source, target in pairs)
-    state, prefix = state.replace(cache=()), prefix.replace(cache=(), request=None)
+    state, prefix = state.replace(cache=()), prefix.replace(cache=())
     if isinstance(prefix.last_token, np.ndarray):  # then no program depends on the number of prompts
         prefix = prefix.replace(last_token=prefix.last_token[rows_N], length=prefix.length[rows_N])
         rows_N = np.arange(len(rows_N))
@@ -189,19 +189,38 @@ def top_values(state, slot_N, window_N, rows_N):
 
 
 @struct.dataclass
+class StepResult:
+    """The result of a decode call. Its arrays stay on the device until `Engine.read` fetches the first three; few requests need others."""
+
+    tokens: jax.Array  # int32 [B, K]
+    valid: jax.Array  # int32 [B, K], 1 where the slot has a token, else 0
+    logprobs: jax.Array  # float32 [B, K], under the sampling distribution
+    # Zeros unless a slot requests them.
+    raw_logprobs: jax.Array  # float32 [B, K], under softmax(logits)
+    top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
+    top_logprobs: jax.Array  # float32 [B, K, MAX_TOP], under the sampling distribution; -inf where filtered out
+    experts: jax.Array | None  # [B, K, L, X] of the tokens that were run, if they are recorded
+    # int32 [B, K, W] entries of the vocabulary that the filters kept, -1 where a set has fewer, if they are recorded
+    kept: jax.Array | None
+    # First of the window that the call completed, then of the partly filled one of a sequence that ended; zeros in slots
+    # without proofs. None until the call ends.
+    proof_indices: jax.Array | None = None  # int32 [B, 2, k]
+    proof_bits: jax.Array | None = None  # uint16 [B, 2, k]
+
+    @property
+    def counts(self) -> jax.Array:
+        """The number of tokens of each slot, [B]."""
+        return self.valid.sum(axis=1)
+
+
+@struct.dataclass
 class Outputs:
-    """The outputs of the steps of a decode call so far, and the state of its slots at the start."""
+    """The result of the steps of a decode call so far, and the state of its slots at the start."""
 
     step: jax.Array  # int32, the number of steps
     generated: jax.Array  # int32 [B], at the start
     active: jax.Array  # bool [B], at the start
-    tokens: jax.Array  # int32 [B, K]
-    valid: jax.Array  # int32 [B, K]
-    logps: jax.Array  # float32 [B, K]
-    # Raw logp [B, K], top ids and top logp [B, K, MAX_TOP]; zeros unless a slot requests them.
-    extras: tuple[jax.Array, ...]
-    experts: jax.Array | None  # [B, K, L, X] of the tokens that were run, if they are recorded
-    kept: jax.Array | None  # [B, K, num_kept] entries of the vocabulary that the filters kept, if they are recorded
+    result: StepResult
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
@@ -210,7 +229,7 @@ def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_B
     """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
 
     `table_BW` has the pages of each slot, room for the keys of these steps included; None if the cache is not in pages.
-    Returns (state, *results of `results`).
+    Returns (state, `StepResult`).
     """
 
     def more(carry):
@@ -228,22 +247,28 @@ def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_B
 
     carry = decode_state.placed(state), no_outputs(model, num_steps, routed, num_kept, state)
     state, outputs = jax.lax.while_loop(more, one, carry)
-    return state, *results(state, outputs)
+    return state, result_of(state, outputs)
 
 
 def no_outputs(model, num_steps, routed, num_kept, state) -> Outputs:
     """Returns the outputs of a decode call of up to `num_steps` steps before its first one."""
-    B, num_top = len(state.token), min(request_lib.MAX_TOP, model.vocab_size)
-    blank, zeros = jnp.zeros((B, num_steps), jnp.int32), jnp.zeros((B, num_steps), jnp.float32)
-    wide = B, num_steps, num_top
-    shape = B, num_steps, routed_experts.num_moe_layers(model), model.experts_per_token
-    generated, active = (jnp.copy(x) for x in (state.generated, state.active))  # the state is donated
-    return Outputs(
-        *(jnp.int32(0), generated, active, blank, blank, zeros),
-        extras=(zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32)),
-        experts=jnp.zeros(shape, routed_experts.dtype(model)) if routed else None,
-        kept=jnp.zeros((B, num_steps, num_kept), jnp.int32) if num_kept else None,
+
+    def zeros(dtype, *dims):
+        return jnp.zeros((len(state.token), num_steps, *dims), dtype)
+
+    num_top, num_moe_layers = min(request_lib.MAX_TOP, model.vocab_size), routed_experts.num_moe_layers(model)
+    result = StepResult(
+        tokens=zeros(jnp.int32),
+        valid=zeros(jnp.int32),
+        logprobs=zeros(jnp.float32),
+        raw_logprobs=zeros(jnp.float32),
+        top_ids=zeros(jnp.int32, num_top),
+        top_logprobs=zeros(jnp.float32, num_top),
+        experts=zeros(routed_experts.dtype(model), num_moe_layers, model.experts_per_token) if routed else None,
+        kept=zeros(jnp.int32, num_kept) if num_kept else None,
     )
+    generated, active = (jnp.copy(x) for x in (state.generated, state.active))  # the state is donated
+    return Outputs(jnp.int32(0), generated, active, result)
 
 
 def attend_at(model, state, table_BW):
@@ -282,57 +307,53 @@ def sampled(model, max_len, num_kept, params, state, outputs: Outputs, hidden_B1
         active=goes_on_B,
         ring=window.write(state.ring, hidden_B1D[:, 0], state.generated, active),
     )
-    step, experts, kept = outputs.step, outputs.experts, outputs.kept
-    new_outputs = dataclasses.replace(
-        outputs,
-        step=step + 1,
-        tokens=outputs.tokens.at[:, step].set(jnp.where(active, token_B, 0)),
-        valid=outputs.valid.at[:, step].set(active.astype(jnp.int32)),
-        logps=outputs.logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
-        extras=_extras(outputs.extras, step, logits_BV, logp_BV, token_B, state),
+    step, result = outputs.step, outputs.result
+    experts, kept = result.experts, result.kept
+    raw_logprobs, (top_ids, top_logprobs) = _extras(result, step, logits_BV, logp_BV, token_B, state)
+    result = dataclasses.replace(
+        result,
+        tokens=result.tokens.at[:, step].set(jnp.where(active, token_B, 0)),
+        valid=result.valid.at[:, step].set(active.astype(jnp.int32)),
+        logprobs=result.logprobs.at[:, step].set(jnp.where(active, logp_B, 0.0)),
+        raw_logprobs=raw_logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
         experts=None if experts is None else experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]),
         kept=None if kept is None else kept.at[:, step].set(sampler.kept(logp_BV, num_kept)),
     )
-    return decode_state.placed(new_state), new_outputs
+    return decode_state.placed(new_state), dataclasses.replace(outputs, step=step + 1, result=result)
 
 
-def results(state, outputs: Outputs, has_proofs: bool = True):
-    """Returns (data, extras, proofs, experts, kept) of a decode call. Columns of data: K tokens, K valid, number of generated tokens, K logp.
-
-    Proofs: the top values (indices, bits) [B, 2, k] of finished proof windows; zeros if `has_proofs` is False. The others are
-    those of `outputs`.
-    """
-    bits = jax.lax.bitcast_convert_type(outputs.logps, jnp.int32)
+def result_of(state, outputs: Outputs, has_proofs: bool = True) -> StepResult:
+    """Returns the result of a decode call, with the top values of finished proof windows; zeros if `has_proofs` is False."""
     ended_B = outputs.active & ~state.active
     is_finished_B2, *windows = window.finished(outputs.generated, state.generated, ended_B)
     is_wanted_B2 = is_finished_B2 & state.request.want_proof[:, None]
     is_wanted_B2 = is_wanted_B2 if has_proofs else jnp.zeros_like(is_wanted_B2)
-    proofs = window.reduce(state.ring, is_wanted_B2, *windows)
-    data = jnp.concatenate([outputs.tokens, outputs.valid, state.generated[:, None], bits], axis=1)
-    return data, outputs.extras, proofs, outputs.experts, outputs.kept
+    indices, bits = window.reduce(state.ring, is_wanted_B2, *windows)
+    return dataclasses.replace(outputs.result, proof_indices=indices, proof_bits=bits)
 
 
 @jax.jit
 def join(results):
-    """Concatenates the results of `generate` for several sub-batches, without the states, along the slot axis."""
+    """Concatenates the results of `generate` for several sub-batches along the slot axis."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
 
 
-def _extras(extras, step, logits_BV, logp_BV, token_B, state):
-    """Returns `extras` with this step's raw and top log-probabilities; skips the work if no active slot requests them."""
+def _extras(result: StepResult, step, logits_BV, logp_BV, token_B, state):
+    """Returns (raw log-probabilities, (ids, log-probabilities) of the likeliest) with those of this step; skips the work if no active slot requests them."""
 
     def raw(values, logits_BV, logp_BV):
         raw_BV = jax.nn.log_softmax(logits_BV, axis=-1)
         return values.at[:, step].set(jnp.take_along_axis(raw_BV, token_B[:, None], axis=-1)[:, 0])
 
     def top(values, logits_BV, logp_BV):
-        logps, ids = jax.lax.top_k(logp_BV, extras[1].shape[-1])
+        logps, ids = jax.lax.top_k(logp_BV, result.top_ids.shape[-1])
         return values[0].at[:, step].set(ids), values[1].at[:, step].set(logps)
 
     def either(want_B, compute, values):
         wanted = jnp.any(state.active & want_B)
         return jax.lax.cond(wanted, compute, lambda values, *_: values, values, logits_BV, logp_BV)
 
-    raw_logps, *tops = extras
-    request = state.request
-    return either(request.want_raw, raw, raw_logps), *either(request.want_top, top, tuple(tops))
+    request, tops = state.request, (result.top_ids, result.top_logprobs)
+    return either(request.want_raw, raw, result.raw_logprobs), either(request.want_top, top, tops)

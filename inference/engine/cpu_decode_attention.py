@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from models import attention
 from models import config as config_lib
+from models.kernels import attention_tiles
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -115,7 +115,6 @@ def step(
     active_B: jax.Array | None = None,
     window: int = 0,
     scale: float | None = None,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> tuple[jax.Array, Blocks]:
     """Writes one new key and value per sequence at `position_B`, then attends from the query of that token.
@@ -140,20 +139,18 @@ def step(
         out_BKGV, total_BKG, top_BKG = carry
         k_BKSC, v_BKSV = (jax.lax.dynamic_index_in_dim(x, n, keepdims=False) for x in (keys, values))
         scores_BKGS = factor * jnp.einsum("BKGC,BKSC->BKGS", q_BKGC, k_BKSC, preferred_element_type=jnp.float32)
-        if softcap:
-            scores_BKGS = softcap * jnp.tanh(scores_BKGS / softcap)
         at_1S, own_B1 = n * S + jnp.arange(S)[None], position_B[:, None]
         mask_BS = at_1S <= own_B1
         if window:
             mask_BS &= at_1S > own_B1 - window
-        scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS, attention.MASKED)
+        scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS, attention_tiles.MASKED)
         new_BKG = jnp.maximum(top_BKG, scores_BKGS.max(axis=-1))
         keep_BKG, weights_BKGS = jnp.exp(top_BKG - new_BKG), jnp.exp(scores_BKGS - new_BKG[..., None])
         part_BKGV = _weighted_sums(weights_BKGS, v_BKSV)
         return out_BKGV * keep_BKG[..., None] + part_BKGV, total_BKG * keep_BKG + weights_BKGS.sum(axis=-1), new_BKG
 
     shape = B, K, H // K
-    total_BKG, top_BKG = jnp.zeros(shape), jnp.full(shape, attention.MASKED)
+    total_BKG, top_BKG = jnp.zeros(shape), jnp.full(shape, attention_tiles.MASKED)
     if sinks_H is not None:  # one more score, without a value
         total_BKG = jnp.ones(shape)
         top_BKG = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(1, *shape[1:]), shape)

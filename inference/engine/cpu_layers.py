@@ -29,10 +29,9 @@ from inference.engine import (
     cpu_sub_batches,
     decode_state,
     kv_cache,
-    routed_experts,
 )
 from models import config as config_lib
-from models import transformer
+from models import routed_experts, transformer
 
 MAX_LAYERS = 6  # of a program
 FEW = 16  # sequences: a step of more takes so long that its calls do not matter
@@ -127,10 +126,9 @@ def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_B
         x_B1D, rotations, *where = _begin(model, params["embed"], state)
         x_B1D, cache, routings = _layers(model, params, x_B1D, rotations, cache, *where)
         routings = routings if routed else ()
-        options = model, max_len, num_kept, is_plain
-        state, outputs, is_any_left = _end(*options, ends, state, outputs, x_B1D, routings)
+        state, outputs, is_any_left = _end(model, max_len, num_kept, is_plain, ends, state, outputs, x_B1D, routings)
         going.append(is_any_left)
-    return state.replace(cache=cache), *_results(state, outputs, has_proofs)
+    return state.replace(cache=cache), _result_of(state, outputs, has_proofs)
 
 
 def _layers(model, params, x_BTD, rotations, cache, start_B, write_BT):
@@ -163,9 +161,7 @@ def _some_layers(model, sliding, layers, x_BTD, entries, rotations, start_B, wri
         if entry is None:
             (entry,) = kv_cache.create(model, *x_BTD.shape[:2], num_layers=1)
         with transformer.precision(model):
-            step = transformer.extend_layer(
-                params, model, x_BTD, rotations[is_sliding], entry, attend, sliding=is_sliding
-            )
+            step = transformer.run_layer(params, model, x_BTD, rotations[is_sliding], entry, attend, sliding=is_sliding)
         x_BTD, entry, routing = step
         new.append(entry)
         routings += [] if routing is None else [routing]
@@ -215,7 +211,7 @@ def _experts(model, routings):
 
 
 _no_outputs = jax.jit(compiled_steps.no_outputs, static_argnums=(0, 1, 2, 3))
-_results = jax.jit(compiled_steps.results, static_argnums=2)
+_result_of = jax.jit(compiled_steps.result_of, static_argnums=2)
 
 
 class UnstackedWeights:

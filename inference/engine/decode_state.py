@@ -37,13 +37,12 @@ class Request:
 
 @struct.dataclass
 class Prefix:
-    """Prefilled prompts, ready to be copied into slots: keys and values, last tokens, lengths. JetStream alone uses `request`."""
+    """Prefilled prompts, ready to be copied into slots: keys and values, last tokens, lengths."""
 
     cache: kv_cache.Cache
     last_token: Array  # int32 [P]
     length: Array  # int32 [P]
     experts: tuple[Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
-    request: Request | None = None
 
 
 @struct.dataclass

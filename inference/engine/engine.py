@@ -1,11 +1,13 @@
-"""The engine: JetStream's contract (prefill, insert, generate) over `models.transformer`, extended for RL.
+"""The engine: prefill, insert, and generate over `models.transformer`, with the outputs that RL needs.
+
+jetstream_engine.py gives it the contract of JetStream's engines.
 
 1. `prefill_batch` computes the keys and values of prompts of one length bucket; a prompt longer than `prefill_chunk` goes
    through `prefill_chunk`, one chunk per call, so that decoding never waits for all of it. Neither samples: the first
    `generate` runs the last prompt token again.
 2. `insert_batch` copies prompts into slots; several samples of one prompt share its prefill.
-3. `generate` runs up to K decode steps for all slots in one call. It returns tokens, log-probabilities and validity in
-   one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast), and the values of proofs (proofs/window.py).
+3. `generate` runs up to K decode steps for all slots in one call. It returns a `StepResult`: tokens, log-probabilities, and
+   the values of proofs (proofs/window.py).
 
 With `num_pages`, slots share pages of keys and values (paged_cache.py). The caller decides which pages a slot has, copies prompts
 into them (`insert_pages`), and may move a sequence to host memory (`swap_out`) and into other pages and another slot (`swap_in`).
@@ -13,7 +15,7 @@ into them (`insert_pages`), and may move a sequence to host memory (`swap_out`) 
 All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. For a large model on a
 CPU the number of slots, and of their positions, follows the load (cpu_layers.py, `resized`). Weights are an
 argument of each call, so they can change while sequences run. On a mesh each call runs over all devices; one that spans several hosts needs the
-same calls on each (inference/follower/replay.py).
+same calls on each (multihost_replay.py).
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
 N windows, k values of a proof, W pages of a slot at most.
@@ -26,9 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from inference.adapters import adapter_set
 from inference.engine import (
@@ -39,13 +39,10 @@ from inference.engine import (
     decode_state,
     kv_cache,
     paged_cache,
-    routed_experts,
 )
-from inference.engine import request as request_lib
-from inference.engine.jetstream_shim import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 from inference.proofs import window
 from models import config as config_lib
-from models import transformer
+from models import routed_experts, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -153,21 +150,6 @@ class EngineConfig:
         return next(size for size in self.buckets if size >= length)
 
 
-@struct.dataclass
-class Result(engine_api.ResultTokens):
-    """JetStream's result of a decode call, plus outputs that few requests use. All arrays stay on the device until fetched."""
-
-    raw_logps: jax.Array  # float32 [B, K], under softmax(logits)
-    top_ids: jax.Array  # int32 [B, K, MAX_TOP], likeliest first
-    top_logps: jax.Array  # float32 [B, K, MAX_TOP], under the sampling distribution; -inf where filtered out
-    # First of the window that the call completed, then of the partly filled one of a sequence that ended; zeros in slots
-    # without proofs.
-    proof_indices: jax.Array  # int32 [B, 2, k]
-    proof_bits: jax.Array  # uint16 [B, 2, k]
-    experts: jax.Array | None  # [B, K, L, X], if they are recorded
-    kept: jax.Array | None  # int32 [B, K, W], -1 where a set has fewer, if they are recorded
-
-
 @dataclasses.dataclass(frozen=True)
 class Swapped:
     """A running sequence in host memory: the state of its slot, and copies of its pages, PAGES_PER_COPY at a time. Each host has its shards."""
@@ -176,18 +158,14 @@ class Swapped:
     pages: Sequence[paged_cache.Entries]
 
 
-class Engine(engine_api.Engine):
-    """The JetStream engine of one model on a mesh. The decode state and weights are passed to each call."""
-
-    samples_per_slot = property(lambda self: 1)  # each sample of a prompt has its own slot
-    colocated_cpus = property(lambda self: None)
+class Engine:
+    """The engine of one model on a mesh. The decode state and weights are passed to each call."""
 
     def __init__(
         self,
         model: config_lib.ModelConfig,
         config: EngineConfig,
         tokenizer: tokenizer_lib.Tokenizer,
-        params: transformer.Params | None = None,
         mesh: jax.sharding.Mesh | None = None,
         *,
         for_cpu: bool = True,
@@ -195,9 +173,8 @@ class Engine(engine_api.Engine):
     ):
         """Creates an engine on `mesh`. None uses the process's first device. `adapters` are those that requests may name.
 
-        `load_params` returns `params`, weights laid out on the mesh. With `for_cpu` = False it has the programs of accelerators also
-        on a CPU, to compile them there for another device. Raises ValueError if the sizes do not fit the mesh, or if
-        `config.routed_experts` is set for a model without experts.
+        With `for_cpu` = False it has the programs of accelerators also on a CPU, to compile them there for another device.
+        Raises ValueError if the sizes do not fit the mesh, or if `config.routed_experts` is set for a model without experts.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         config = config.settled(model, mesh)
@@ -206,9 +183,8 @@ class Engine(engine_api.Engine):
             paged_cache.check(model, mesh)
         if config.routed_experts and not routed_experts.num_moe_layers(model):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
-        self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
+        self.model, self.config, self.tokenizer, self.mesh = model, config, tokenizer, mesh
         self.adapters = adapters
-        self._initial_params = params
         # On a CPU, layers are called one by one, however the weights are stored.
         # On other devices, a slot without a sequence does not keep its keys.
         unstacked = dataclasses.replace(model, scan_layers=False)
@@ -221,8 +197,6 @@ class Engine(engine_api.Engine):
         self._steps = cpu_layers if self.follows_load else compiled_steps
         self._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
-
-    # The methods that our scheduler calls.
 
     def choose(self, params: transformer.Params, numbers: Sequence[int]) -> transformer.Params:
         """Returns the weights for a call whose sequence i uses the adapter `numbers[i]`: `params` themselves without adapters."""
@@ -255,8 +229,8 @@ class Engine(engine_api.Engine):
             cache = self.empty_prefix(size)
         elif is_shared or jax.tree.leaves(cache)[0].shape[-2] != size:
             cache = self._run(compiled_steps.resized, cache, size)
-        arrays = tokens_1T, np.array([start], np.int32), cache
-        new_cache, experts = self._run(self._steps.prefill_chunk, *self._options, self._layers.of(params), *arrays)
+        layers, start_1 = self._layers.of(params), np.array([start], np.int32)
+        new_cache, experts = self._run(self._steps.prefill_chunk, *self._options, layers, tokens_1T, start_1, cache)
         return new_cache, self._readable(experts)
 
     def empty_prefix(self, size: int | None = None) -> kv_cache.Cache:
@@ -269,8 +243,8 @@ class Engine(engine_api.Engine):
         Only an engine with `can_read_slots` has this. The sequence may have ended, if no other was inserted since.
         """
         part, own_slot = divmod(slot, len(state[0].token))
-        at = np.int32(own_slot), self.config.num_keys(num_tokens)
-        return self._on_mesh(tuple(cpu_decode_attention.read_row(blocks, *at) for blocks in _blocks(state[part])))
+        row, size = np.int32(own_slot), self.config.num_keys(num_tokens)
+        return self._on_mesh(tuple(cpu_decode_attention.read_row(blocks, row, size) for blocks in _blocks(state[part])))
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
         """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token. Blocks.
@@ -327,21 +301,16 @@ class Engine(engine_api.Engine):
         indices, bits = self._readable(self._run(compiled_steps.top_values, state[part], *where))
         return np.asarray(indices)[0], np.asarray(bits)[0]
 
-    def read(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Fetches (tokens [B, K], logprobs [B, K], number of valid tokens [B]) of a decode call; blocks until it has ended."""
-        data = np.asarray(result.data)
-        K = self.config.steps_per_call
-        logprobs = np.ascontiguousarray(data[:, 2 * K + 1 :]).view(np.float32)
-        return data[:, :K], logprobs, data[:, K : 2 * K].sum(axis=1)
-
-    def read_proofs(self, result: Result) -> tuple[np.ndarray, np.ndarray]:
-        """Fetches (indices, bits), [B, 2, k] each: the top values of the proof windows that a decode call finished."""
-        return np.asarray(result.proof_indices), np.asarray(result.proof_bits)
+    def read(self, result: compiled_steps.StepResult) -> compiled_steps.StepResult:
+        """Fetches tokens, validity, and log-probabilities of a decode call; returns the result with them on the host. Blocks until the call has ended."""
+        tokens, valid, logprobs = jax.device_get((result.tokens, result.valid, result.logprobs))
+        return dataclasses.replace(result, tokens=tokens, valid=valid, logprobs=logprobs)
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
-        sizes = num_slots, self.config.capacity, self.config.num_pages, self.config.page_dtype
-        return self._on_mesh(self._run(compiled_steps.empty_slots, self._model, *sizes))
+        config = self.config
+        empty = functools.partial(compiled_steps.empty_slots, self._model, num_slots)
+        return self._on_mesh(self._run(empty, config.capacity, config.num_pages, config.page_dtype))
 
     @property
     def insert_sizes(self) -> tuple[int, ...]:
@@ -383,13 +352,7 @@ class Engine(engine_api.Engine):
         rows = np.array([*slots, *[len(part.token)] * (sizes[0] - len(slots))], np.int32)
         return (self._on_mesh(cpu_layers.resized(self._model, part, rows, sizes[1] // block)),)
 
-    # JetStream's contract.
-
-    def load_params(self, *args, **kwargs) -> transformer.Params | None:
-        """Returns the weights given to the constructor, or None if it got none."""
-        return self._initial_params
-
-    def init_decode_state(self, *args, **kwargs) -> State:
+    def init_decode_state(self) -> State:
         """Returns the state of all slots, with none in use. For a state that follows the load: of one slot."""
         num_slots, is_paged = self.config.num_slots, bool(self.config.num_pages)
         if self.follows_load:
@@ -398,29 +361,9 @@ class Engine(engine_api.Engine):
         num_parts = 1 if is_paged or self.adapters else self._run(cpu_sub_batches.count, self._model, num_slots)
         return tuple(self.init_slots(num_slots // num_parts) for _ in range(num_parts))
 
-    def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
-        """Prefills one prompt, sampled later at temperature 1 and seed 0 until a stop id. `existing_prefix` must be None."""
-        if existing_prefix is not None:
-            raise NotImplementedError(
-                "existing_prefix is set, but prefill after an existing prefix is not supported; pass None"
-            )
-        stop_ids, max_len = tuple(self.tokenizer.stop_ids), self.config.max_model_len
-        request = request_lib.GenerateRequest((), max_tokens=max_len, stop_ids=stop_ids)
-        tokens_1T = jnp.asarray(padded_tokens, jnp.int32)[None, :max_len]
-        prefix = self.prefill_batch(params, tokens_1T, jnp.asarray([true_length], jnp.int32))
-        return dataclasses.replace(prefix, request=decode_state.request_arrays([request], 1))
-
-    def insert(self, prefix: decode_state.Prefix, decode_state: State, slot: int) -> State:
-        """Copies the prompt that `prefill` returned into a slot; returns the new state, in which the slot decodes."""
-        assert prefix.request is not None
-        if self.config.num_pages:
-            raise NotImplementedError("a JetStream Driver keeps no table of pages; set inference.num_pages = 0")
-        rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
-        return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
-
     def generate(
         self, params: transformer.Params, decode_state: State, limit: int | None = None, table=None
-    ) -> tuple[State, Result]:
+    ) -> tuple[State, compiled_steps.StepResult]:
         """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result), without blocking unless `follows_load`.
 
         A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. None if no slot is active.
@@ -428,48 +371,26 @@ class Engine(engine_api.Engine):
         K = self.config.steps_per_call
         if table is None and self.config.num_pages:
             table = np.zeros((self.config.num_slots, self.config.pages_per_slot), np.int32)
-        options = self._model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
-        arrays = self._layers.of(params), np.int32(K if limit is None else limit), table
-        generate = functools.partial(self._steps.generate, *options, *arrays)
+        generate = functools.partial(
+            self._steps.generate,
+            self._model,
+            K,
+            self.config.max_model_len,
+            self.config.routed_experts,
+            self.num_kept,
+            self._layers.of(params),
+            np.int32(K if limit is None else limit),
+            table,
+        )
         done = self._run(self._concurrently, generate, decode_state)
-        results = [result for _, *result in done]
-        joined = compiled_steps.join(results) if len(results) > 1 else results[0]
-        data, extras, proofs, experts, kept = self._readable(joined)
-        columns = (0, K), (K, 2 * K), (2 * K, 2 * K + 1)  # of data: tokens, is valid, length
-        return tuple(part for part, *_ in done), Result(data, *columns, 1, *extras, *proofs, experts=experts, kept=kept)
-
-    def get_prefix_destination_sharding(self) -> None:
-        """Returns None: a prefix stays on the devices where `prefill` put it."""
-        return None
-
-    def get_tokenizer(self):
-        """Returns placeholder tokenizer parameters, which `build_tokenizer` ignores."""
-        return tokenizer_pb2.TokenizerParameters(path="")  # pyright: ignore[reportAttributeAccessIssue]  # generated code
-
-    def build_tokenizer(self, metadata) -> tokenizer_api.Tokenizer:
-        """Returns the model's tokenizer with JetStream's interface; ignores `metadata`."""
-        del metadata
-        return _JetStreamTokenizer(self.tokenizer)
+        results = [result for _, result in done]
+        result = compiled_steps.join(results) if len(results) > 1 else results[0]
+        return tuple(state for state, _ in done), self._readable(result)
 
     @property
     def num_kept(self) -> int:
         """The most tokens of a recorded kept set."""
         return min(self.config.kept_tokens, self.model.vocab_size)
-
-    @property
-    def max_concurrent_decodes(self) -> int:
-        """The number of slots, that is, of sequences decoded at the same time."""
-        return self.config.num_slots
-
-    @property
-    def max_prefill_length(self) -> int:
-        """The largest power of two up to `max_model_len`, because JetStream pads prompts to powers of two."""
-        return 1 << (self.config.max_model_len.bit_length() - 1)
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The mesh of the engine's devices, with one device or several."""
-        return self._mesh
 
     def _on_mesh(self, arrays):
         """Returns arrays that a program made without weights placed as those of programs with weights, or each would be compiled for both."""
@@ -523,22 +444,3 @@ def moved(tree, memory: str):
     """Returns arrays in another kind of memory, `HOST` or `DEVICE`. Blocks."""
     shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(memory), tree)
     return jax.block_until_ready(jax.device_put(tree, shardings))
-
-
-class _JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """A model's tokenizer with the interface that JetStream's Driver and gRPC clients expect."""
-
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
-        self._tokenizer = tokenizer
-
-    def encode(self, s, *, is_bos=False, max_prefill_length=None, **padding):
-        ids = np.array(self._tokenizer.encode(s), np.int32)
-        if max_prefill_length is not None and len(ids) > max_prefill_length:
-            raise ValueError(f"the prompt has {len(ids)} tokens; at most {max_prefill_length} are allowed; shorten it")
-        return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
-
-    def decode(self, token_ids, **kwargs):
-        return self._tokenizer.decode(token_ids)
-
-    pad_id = bos_id = property(lambda self: self._tokenizer.pad_id)
-    eos_id = property(lambda self: self._tokenizer.eos_id)

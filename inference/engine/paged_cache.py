@@ -158,9 +158,7 @@ def _visits(pages, position_B, active_B, table_BW) -> paged_attention.Visits:
     return paged_attention.visits(jnp.where(active_B, position_B + 1, 0), table_BW % P, S, num_pages)
 
 
-def _step(
-    pages, q_B1HC, k_B1KC, v_B1KC, position_B, active_B, table_BW, steps, layer, *, scale=None, softcap: float = 0.0
-):
+def _step(pages, q_B1HC, k_B1KC, v_B1KC, position_B, active_B, table_BW, steps, layer, *, scale=None):
     """Writes the new keys and values and attends, on one device for its slots and heads; returns (out [B, 1, H, C], pages)."""
     K, N, P, S, D = pages.shape
     layer, table_BW = layer[0] if layer else 0, table_BW % P
@@ -170,13 +168,13 @@ def _step(
     new_KBD = _rounded(jnp.concatenate([k_B1KC, v_B1KC], axis=-1)[:, 0].swapaxes(0, 1), pages.dtype)
     flat = pages.reshape(K, N * P, S, D).at[where].set(new_KBD, unique_indices=True, mode="drop")
     pages, C = flat.reshape(pages.shape), D // 2
-    how = {"scale": C**-0.5 if scale is None else scale, "softcap": softcap}
+    scale = C**-0.5 if scale is None else scale
     if steps is not None:
-        out_BHC = paged_attention.attend(q_B1HC[:, 0], pages, layer, steps, **how)
+        out_BHC = paged_attention.attend(q_B1HC[:, 0], pages, layer, steps, scale=scale)
         out_B1HC = jnp.where(active_B[:, None, None], out_BHC, 0)[:, None]
     else:
         read_KBWSD = flat[:, table_BW + layer * P].astype(q_B1HC.dtype)
         k_BKSC, v_BKSC = jnp.split(read_KBWSD.swapaxes(0, 1).reshape(len(page_B), K, -1, D), 2, axis=-1)
         mask_B1S = jnp.arange(k_BKSC.shape[2])[None, None] <= position_B[:, None, None]
-        out_B1HC = attention.attend(q_B1HC, k_BKSC, v_BKSC, mask_B1S, **how)
+        out_B1HC = attention.attend(q_B1HC, k_BKSC, v_BKSC, mask_B1S, scale=scale)
     return out_B1HC, pages

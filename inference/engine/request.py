@@ -1,17 +1,12 @@
-"""A request to the scheduler and its completions: plain values, independent of wire formats and devices."""
+"""A request to the scheduler: plain values, independent of wire formats and devices."""
 
 import dataclasses
 from collections.abc import Sequence
-
-import numpy as np
-
-from inference.rollouts import kept_sets
 
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
 MAX_DELAYED_STOPS = 8  # stop ids that the device knows
 MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API; and allowed ids
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
-NO_FILTERS = kept_sets.OFF  # the values that filter out nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,25 +103,3 @@ class GenerateRequest:
         if self.allowed_ids and set(self.allowed_ids) <= set(self.stop_ids):
             found = f"min_tokens = {self.min_tokens}, but allowed_token_ids are stop tokens alone"
             raise ValueError(f"{found}; allow another token, or leave min_tokens out")
-
-
-@dataclasses.dataclass
-class Completion:
-    """The result for one sample of a request. `tokens`, `logprobs`, and `versions` include the stop token, if any."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    prompt_version: int  # the policy version that prefilled the prompt
-    epoch: int = 0  # of all these versions
-    prefix_versions: Sequence[tuple[int, int]] = ()  # (end, older version): keys of the prompt that were reused
-    finish_reason: str = ""  # "stop" | "length"
-    proofs: bytes = b""
-    raw_logprobs: list[float] = dataclasses.field(default_factory=list)  # one per token, if asked for
-    # Per token the likeliest (id, log-probability), best first, if asked for.
-    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[float] | None = None  # one per prompt token, 0 for the first
-    num_cached: int = dataclasses.field(default=0, compare=False)  # prompt tokens found in the prefix cache
-    # uint8 or uint16 [T, L, X], MoE layers, of all tokens but the last, which was not run; if asked for.
-    experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
-    kept: bytes = b""  # of inference/rollouts/kept_sets.py, if asked for

@@ -96,8 +96,7 @@ class Store:
         leaf in `params` is that in `before`, the weights that `old` was loaded from. Jax arrays are deleted if the server keeps them
         in another form.
         """
-        is_leaf = lambda x: rules.is_spec(x) or int8.is_quantized(x)  # noqa: E731
-        specs, structure = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=is_leaf)
+        specs, structure = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
         none = [None] * len(specs)
         olds = none if old is None else structure.flatten_up_to(lora_lib.published(old))
         sources = none if before is None or old is None else structure.flatten_up_to(before)
@@ -218,6 +217,10 @@ def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False)
     """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
     shardings = None if on_host else store.load_shardings
     return hf.load(folder, dtype=store.model.dtype, shardings=shardings, on_host=shardings is None)[1]
+
+
+def _is_spec(x: object) -> bool:
+    return rules.is_spec(x) or int8.is_quantized(x)
 
 
 @functools.cache

@@ -9,7 +9,6 @@
 Left out: requests with a bias, stops of their own, or without proofs. They cannot be replayed, so no signature is given.
 """
 
-import dataclasses
 import hashlib
 import json
 import struct
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
 
 # Of a request, which a rollout does not name. "run" is the public key of the run whose weights the server serves: another run that
@@ -25,24 +25,13 @@ from inference.rollouts import rollout as rollout_lib
 SETTINGS = ("run", "top_k", "top_p", "min_p", "max_tokens", "return_routed_experts")
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One completion of a prompt. Lists have one entry per generated token, the stop token included."""
-
-    tokens: Sequence[int] | np.ndarray
-    logprobs: Sequence[float] | np.ndarray
-    versions: Sequence[int] | np.ndarray
-    prompt_version: int
-    finish_reason: str
-    proofs: bytes
-    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
-    epoch: int = 0  # of all versions; 0 from servers of releases before epochs
-    kept: bytes = b""  # of inference/rollouts/kept_sets.py
-    prefix_versions: Sequence[tuple[int, int]] = ()  # (end, older version): keys of the prompt that were reused
-
-
 def message(
-    prompt: Sequence[int] | np.ndarray, answer: Answer, *, temperature: float, seed: int, settings: Mapping[str, Any]
+    prompt: Sequence[int] | np.ndarray,
+    answer: completion_lib.Completion,
+    *,
+    temperature: float,
+    seed: int,
+    settings: Mapping[str, Any],
 ) -> bytes:
     """Returns the bytes that a server signs for one sample: SHA-256 over all arguments. `settings` has the values of `SETTINGS`."""
     hasher = hashlib.sha256(b"intellax/sample/1")
@@ -70,22 +59,27 @@ def of_call(
 ) -> bytes:
     """Returns the message for call `index` of a well-formed rollout, which ended so and has these proofs."""
     start, end = rollout.spans[index]
-    answer = Answer(
-        rollout.tokens[start:end],
-        rollout.logprobs[start:end],
-        rollout.versions[start:end],
-        int(rollout.versions[start - 1]),
-        finish_reason,
-        proofs,
-        None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
-        int(rollout.epoch),
-        rollout_lib.kept_by_call(rollout)[index],
-        rollout.prefix_runs(index),
+    answer = completion_lib.Completion(
+        tokens=rollout.tokens[start:end].tolist(),
+        logprobs=rollout.logprobs[start:end].tolist(),
+        versions=rollout.versions[start:end].tolist(),
+        prompt_version=int(rollout.versions[start - 1]),
+        finish_reason=finish_reason,
+        proofs=proofs,
+        experts=None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
+        epoch=int(rollout.epoch),
+        kept=rollout_lib.kept_by_call(rollout)[index],
+        prefix_versions=rollout.prefix_runs(index),
     )
     if rollout.call_limits is not None:
         settings = {**settings, "max_tokens": int(rollout.call_limits[index])}
-    asked = {"temperature": float(rollout.temperature), "seed": int(rollout.seed), "settings": settings}
-    return message(rollout.tokens[:start], answer, **asked)
+    return message(
+        rollout.tokens[:start],
+        answer,
+        temperature=float(rollout.temperature),
+        seed=int(rollout.seed),
+        settings=settings,
+    )
 
 
 def fits(rollout: rollout_lib.Rollout, settings: Mapping[str, Any], hidden_dim: int = 0) -> bool:

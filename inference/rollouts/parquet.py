@@ -5,14 +5,12 @@
    file is a ValueError that names the column and the rule.
 3. `decode` also keeps the table, whose rows are written again (`table_bytes`, `to_record`) without another encoding or check.
 
-
-The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here (the orchestrator
-assigns advantages). `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards`
-and `temperature` are float64, theirs float32: the signature covers the exact numbers.
+Most columns are fields of `rollout.FIELDS`. Others are those of INTELLECT-2's files, of which five are written for its readers only
+and ignored here (the orchestrator assigns advantages). `input_*` is the stream before the first sampled token and `output_*` the rest,
+gaps included. `rewards` and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
 Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
-with their shape. Both are empty in a row without routed experts. Files of earlier releases lack the columns of the last rows of
-`_ADDED`, and are read.
+with their shape. Both are empty in a row without routed experts.
 
 No jax here: a worker starts in a second.
 """
@@ -20,6 +18,7 @@ No jax here: a worker starts in a second.
 import dataclasses
 import itertools
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -40,62 +39,56 @@ MAX_EXPERT_BYTES = 2**12  # of a token: 61 layers of 8 experts take 1 KiB
 SLACK_BYTES = 2**22  # of a column, for pages and their headers
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
 
-# name: (type, value of a rollout)
-_COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = {
-    "input_tokens": (pa.list_(pa.int32()), lambda r: r.tokens[: r.prompt_length]),
-    "output_tokens": (pa.list_(pa.int32()), lambda r: r.tokens[r.prompt_length :]),
+Column = tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]  # its type, and its value of a rollout
+# Columns of fields that have another name there, as in INTELLECT-2's files.
+_NAMES = {"reward": "rewards", "task.env": "task_type"}
+_ARROW_TYPES = {float: pa.float64(), str: pa.string(), bytes: pa.binary(), bool: pa.bool_()}
+_INTS = pa.list_(pa.int32())
+
+
+def _column_of(name: str, field: rollout_lib.Field) -> Column:
+    """Returns the column of a field of `rollout.FIELDS`."""
+    assert field.kind is not None
+    get, kind = operator.attrgetter(name), field.kind
+    small = pa.int32() if field.size <= 2**31 else pa.int64()
+    return _ARROW_TYPES.get(kind, small), lambda rollout: kind(get(rollout))
+
+
+def _flat(name: str) -> Column:
+    """Returns the column of a table of integers, joined; an empty list stands for None."""
+    return _INTS, lambda rollout: () if (table := getattr(rollout, name)) is None else table.ravel()
+
+
+_FIELDS = {name: field for name, field in rollout_lib.FIELDS.items() if field.kind is not None}
+_COLUMNS: dict[str, Column] = {
+    "input_tokens": (_INTS, lambda r: r.tokens[: r.prompt_length]),
+    "output_tokens": (_INTS, lambda r: r.tokens[r.prompt_length :]),
     "input_logprobs": (pa.list_(pa.float32()), lambda r: r.logprobs[: r.prompt_length]),
     "output_logprobs": (pa.list_(pa.float32()), lambda r: r.logprobs[r.prompt_length :]),
     "sampled_mask": (pa.list_(pa.bool_()), lambda r: r.sampled_mask),  # over input + output, as versions
-    "versions": (pa.list_(pa.int32()), lambda r: r.versions),
-    "advantages": (pa.float32(), lambda r: 0.0),  # ignored
-    "rewards": (pa.float64(), lambda r: float(r.reward)),
+    "versions": (_INTS, lambda r: r.versions),
     "reward_parts": (pa.map_(pa.string(), pa.float64()), lambda r: [(k, float(v)) for k, v in r.rewards.items()]),
-    "task_rewards": (pa.float32(), lambda r: float(r.reward)),  # ignored
-    "length_penalties": (pa.float32(), lambda r: 0.0),  # ignored
-    "target_lengths": (pa.int32(), lambda r: -1),  # ignored
-    "temperature": (pa.float64(), lambda r: float(r.temperature)),
-    "seed": (pa.int64(), lambda r: int(r.seed)),
-    "step": (pa.int32(), lambda r: int(r.step)),
-    "task_type": (pa.string(), lambda r: r.task.env),
-    "problem_id": (pa.string(), lambda r: f"{r.task.env}/{r.task.index}"),  # ignored
-    "task_index": (pa.int64(), lambda r: int(r.task.index)),
-    "task_group": (pa.int64(), lambda r: int(r.task.group)),
-    "task_seed": (pa.int64(), lambda r: int(r.task.seed)),
-    "sample": (pa.int32(), lambda r: int(r.sample)),
-    "finish_reason": (pa.string(), lambda r: r.finish_reason),
-    "proofs": (pa.binary(), lambda r: r.proofs),
-    "worker": (pa.string(), lambda r: r.worker),
-    "signature": (pa.binary(), lambda r: r.signature),
-    "epoch": (pa.int64(), lambda r: int(r.epoch)),
-    "server": (pa.string(), lambda r: r.server),
-    "server_signature": (pa.binary(), lambda r: r.server_signature),
-    "env_digest": (pa.string(), lambda r: r.env_digest),
-    "branch": (pa.int32(), lambda r: int(r.branch)),
-    "num_branches": (pa.int32(), lambda r: int(r.num_branches)),
-    "calls": (pa.list_(pa.int32()), lambda r: () if r.calls is None else r.calls.ravel()),
-    "call_limits": (pa.list_(pa.int32()), lambda r: () if r.call_limits is None else r.call_limits),
-    "draw": (pa.int64(), lambda r: int(r.draw)),
-    "trains": (pa.bool_(), lambda r: r.trains),
-    "kept": (pa.binary(), lambda r: r.kept),
-    "prefix_versions": (pa.list_(pa.int32()), lambda r: () if r.prefix_versions is None else r.prefix_versions.ravel()),
-    "routed_experts": (
-        pa.binary(),
-        lambda r: rollout_lib.little_endian(r.routed_experts),
-    ),  # the last two: `ALL_SCHEMA`
-    "routed_experts_shape": (pa.list_(pa.int32()), lambda r: getattr(r.routed_experts, "shape", ())),
+    "calls": _flat("calls"),
+    "call_limits": _flat("call_limits"),
+    "prefix_versions": _flat("prefix_versions"),
+    # The next five are ignored.
+    "advantages": (pa.float32(), lambda r: 0.0),
+    "task_rewards": (pa.float32(), lambda r: float(r.reward)),
+    "length_penalties": (pa.float32(), lambda r: 0.0),
+    "target_lengths": (pa.int32(), lambda r: -1),
+    "problem_id": (pa.string(), lambda r: f"{r.task.env}/{r.task.index}"),
+    **{_NAMES.get(name, name.replace(".", "_")): _column_of(name, field) for name, field in _FIELDS.items()},
+    # The last two are of `ALL_SCHEMA`.
+    "routed_experts": (pa.binary(), lambda r: rollout_lib.little_endian(r.routed_experts)),
+    "routed_experts_shape": (_INTS, lambda r: getattr(r.routed_experts, "shape", ())),
 }
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
-_EPISODES = ("env_digest", "branch", "num_branches", "calls", "call_limits", "draw", "trains")
-_ADDED = (("epoch", "server", "server_signature"), _EPISODES, ("kept",), ("prefix_versions",))  # by release
 # The longest values of columns of texts and of bytes.
-_MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server env_digest".split(), 64)
-_MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES), "server_signature": 64 * rollout_lib.MAX_CALLS}
-_MAX_BYTES |= {"kept": rollout_lib.MAX_KEPT_BYTES}
-_MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
-_SAME = "temperature seed sample step finish_reason proofs worker signature".split()
-_SAME += [name for names in _ADDED for name in names if name not in ("calls", "call_limits", "prefix_versions")]
+_MAX_BYTES = {_NAMES.get(name, name): field.size for name, field in _FIELDS.items() if field.kind in (str, bytes)}
+_MAX_BYTES |= {"routed_experts": rollout_lib.MAX_ROUTED_BYTES}
+# Fields that are columns of the same name.
+_SAME = [name for name in _FIELDS if name in _COLUMNS]
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
@@ -146,17 +139,10 @@ def to_record(table: pa.Table) -> pa.Buffer:
     return (batches[0] if len(batches) == 1 else table.combine_chunks().to_batches()[0]).serialize()
 
 
-def from_record(data: bytes | pa.Buffer, *, has_experts: bool, num_columns: int) -> "Rows":
-    """Returns the rows of a message that `to_record` made. They are not checked again: the bytes must be our own.
-
-    `num_columns` is that of the table, 0 for one of the release before `_ADDED[1]`.
-    """
+def from_record(data: bytes | pa.Buffer, *, has_experts: bool) -> "Rows":
+    """Returns the rows of a message that `to_record` made. They are not checked again: the bytes must be our own."""
     schema = ALL_SCHEMA if has_experts else SCHEMA
-    for names in reversed(_ADDED[1:]):
-        if len(schema) != num_columns:
-            schema = _without(schema, names)
-    table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(data), schema)])
-    return Rows(table if {*SCHEMA.names} <= {*schema.names} else to_table(Rows(table).rollouts))
+    return Rows(pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(data), schema)]))
 
 
 class Rows:
@@ -213,7 +199,7 @@ def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollou
     _check_sizes(parquet_footer.check(data, max_rows=max_rows), max_tokens)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        schema = _checked_schema(file.schema_arrow)
+        _check_schema(file.schema_arrow)
         table = file.read(use_threads=False)
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
@@ -225,7 +211,7 @@ def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollou
     for row, rollout in enumerate(rollouts):
         if reason := _error(columns, row, rollout, has_good_values):
             raise ValueError(f"rollout file, row {row}: {reason}")
-    return Rows(table if {*SCHEMA.names} <= {*schema.names} else to_table(rollouts), rollouts)
+    return Rows(table, rollouts)
 
 
 def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
@@ -233,7 +219,10 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
 
     Zeros compress to nothing: 128 MB of proofs were 8 kB. `sizes` is the result of `parquet_footer.check`.
     """
-    get = lambda name: sizes.get(name, (0, 0))  # noqa: E731  # a column that is missing is an error of the schema
+
+    def get(name):  # a column that is missing is an error of the schema
+        return sizes.get(name, (0, 0))
+
     rows, tokens = get("rewards")[0], get("input_tokens")[0] + get("output_tokens")[0]
     lists = ("input_logprobs", "output_logprobs", "sampled_mask", "versions")
     most = {name: (2 * rows + tokens, 0) for name in lists}  # an empty list counts as a value
@@ -260,14 +249,9 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
             )
 
 
-def _checked_schema(schema: pa.Schema) -> pa.Schema:
-    """Returns the schema of rollout files, with routed experts if the file has them. Raises ValueError if the file's differs."""
-    if schema.equals(SCHEMA):
-        return SCHEMA
+def _check_schema(schema: pa.Schema) -> None:
+    """Raises ValueError if a file's schema is not that of rollouts, with or without routed experts."""
     wanted = ALL_SCHEMA if "routed_experts" in schema.names else SCHEMA
-    for names in _ADDED:
-        if not {*names} & {*schema.names}:
-            wanted = _without(wanted, names)
     for position, (found, field) in enumerate(itertools.zip_longest(schema, wanted)):
         if field is None:
             raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
@@ -276,11 +260,6 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
             raise ValueError(
                 f"rollout file: column {position} must be {field.name}: {field.type}, got {got}; write all in this order"
             )
-    return wanted
-
-
-def _without(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
-    return pa.schema([field for field in schema if field.name not in names])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +342,7 @@ def _have_good_values(arrays: dict[str, _Lists]) -> bool:
 
 def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of rows, valid or not. Those of a file share its arrays."""
-    same = {name: columns[name] for name in _SAME if name in columns}
+    same = {name: columns[name] for name in _SAME}
     same = {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in same.items()}
     numbers = ("task_index", "task_group", "task_seed", "rewards")
     index, group, seed, reward = (columns[name].tolist() for name in numbers)
@@ -373,9 +352,9 @@ def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int)
             reward=reward[row],
             rewards=dict(columns["reward_parts"][row]),
             routed_experts=_experts(row, columns),
-            calls=_table(row, columns, "calls", 2),
-            prefix_versions=_table(row, columns, "prefix_versions", 3),
-            call_limits=_call_limits(row, columns),
+            calls=_table(columns["calls"][row], 2),
+            prefix_versions=_table(columns["prefix_versions"][row], 3),
+            call_limits=columns["call_limits"][row] if len(columns["call_limits"][row]) else None,
             **{name: lists[row] for name, lists in arrays.items()},
             **{name: column[row] for name, column in same.items()},
         )
@@ -398,14 +377,10 @@ def _error(columns: dict[str, Any], row: int, rollout: rollout_lib.Rollout, has_
     return None
 
 
-def _table(row: int, columns: dict[str, Any], name: str, width: int) -> np.ndarray | None:
-    if name not in columns or not len(found := columns[name][row]):
+def _table(values: np.ndarray, width: int) -> np.ndarray | None:
+    if not len(values):
         return None
-    return found if len(found) % width else found.reshape(-1, width)  # `rollout.validate` rejects other numbers
-
-
-def _call_limits(row: int, columns: dict[str, Any]) -> np.ndarray | None:
-    return columns["call_limits"][row] if "call_limits" in columns and len(columns["call_limits"][row]) else None
+    return values if len(values) % width else values.reshape(-1, width)  # `rollout.validate` rejects other numbers
 
 
 def _experts(row: int, columns: dict[str, Any]) -> np.ndarray | None:

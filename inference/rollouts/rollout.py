@@ -19,7 +19,8 @@ import operator
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from cryptography import exceptions
@@ -42,14 +43,9 @@ PROOF_TOKENS, PROOF_VALUES = 32, 128  # of a TOPLOC proof
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": np.dtype("<i4"), "sampled_mask": np.dtype(bool), "logprobs": np.dtype("<f4")}
 _ARRAYS |= {"versions": np.dtype("<i4")}
-LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
-LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16, "draw": 2**32}
-# By later releases, with the values that leave the digest as it was before.
-_ADDED = {"routed_experts": None, "epoch": 0, "server": "", "server_signature": b""}
-_ADDED |= {"env_digest": "", "branch": 0, "num_branches": 1, "calls": None}
-_ADDED |= {"call_limits": None, "draw": 0, "trains": True, "kept": b"", "prefix_versions": None}
-_DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
-    reward rewards finish_reason proofs worker""".split()
+MAX_SAMPLES = 2**31  # of a group
+SIGNED_RULE = "64 bytes per call with a server, else empty"
+_KEY = re.compile("([0-9a-f]{64})?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +124,7 @@ class Rollout:
     @property
     def number(self) -> int:
         """The number of this rollout in its group: that of the sample; a further branch of an episode has a greater one than any first."""
-        return self.sample + LIMITS["sample"] * self.branch
+        return self.sample + MAX_SAMPLES * self.branch
 
     @property
     def prompt_length(self) -> int:
@@ -286,65 +282,34 @@ _signed = functools.lru_cache(2**10)(signed)  # the rollouts of a group share on
 def digest(rollout: Rollout) -> bytes:
     """Returns the SHA-256 of every field of a valid rollout except `signature`; workers sign it, or a hash tree over several.
 
-    The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
+    The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `FIELDS`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
-    (name, value) sorted by name. `routed_experts`, shape before elements, and later fields follow only if they are set.
+    (name, value) sorted by name, `routed_experts` its shape before its elements. Fields with an `unset` value follow only if they have another one.
     """
-    added = ((name, getattr(rollout, name), unset) for name, unset in _ADDED.items())
-    set_names = [name for name, value, unset in added if isinstance(value, np.ndarray) or value != unset]
     parts = [b"intellax/rollout/1"]
-    for name in (*_DIGESTED, *set_names):
+    for name, field in FIELDS.items():
         value = _GET[name](rollout)
-        if name in _NUMBERS:
-            head, pack = _NUMBERS[name]
-            parts += (head, pack(value))
-        else:
-            payload = _payload(name, value)
-            parts += (_NAMES[name], _LENGTH.pack(len(payload)), payload)
+        if field.pack is None or (not isinstance(value, np.ndarray) and value == field.unset):
+            continue
+        payload = field.pack(value)
+        parts += (_NAMES[name], _LENGTH.pack(len(payload)), payload)
     return hashlib.sha256(b"".join(parts)).digest()
 
 
-def _payload(name: str, value) -> bytes:
-    if name in ("calls", "call_limits", "prefix_versions"):
-        return value.astype("<i4").tobytes()
-    if name == "trains":
-        return bytes([value])
-    if name in _ARRAYS:
-        return value.astype(_ARRAYS[name], copy=False).tobytes()
-    if name == "rewards":
-        parts = sorted((part.encode(), float(number)) for part, number in value.items())
-        return b"".join(_framed(part) + struct.pack("<d", number) for part, number in parts)
-    if name == "routed_experts":
-        return struct.pack("<4q", *value.shape, value.itemsize) + little_endian(value)
-    return value.encode() if isinstance(value, str) else value
+_LENGTH = struct.Struct("<Q")
 
 
 def _framed(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-_LENGTH = struct.Struct("<Q")
-_GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS, "signature")}
-_KEY = re.compile("([0-9a-f]{64})?")
-_RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()} | {
-    "temperature": "finite and >= 0",
-    "reward": "finite",
-    "task.env": f"1 to {MAX_NAME} printable characters",
-    "finish_reason": f"one of {FINISH_REASONS}",
-    "worker": "a public key as 64 lower-case hex digits, or empty",
-    "proofs": f"at most {MAX_PROOF_BYTES} bytes",
-    "signature": f"64 bytes and up to {MAX_PATH} hashes, or empty",
-    "server": "a public key as 64 lower-case hex digits, or empty",
-    "server_signature": "64 bytes per call with a server, else empty",
-    "env_digest": "a SHA-256 as 64 lower-case hex digits, or empty",
-    "branch": "less than num_branches",
-    "trains": "True or False",
-}
-_NAMES = {name: _framed(name.encode()) for name in _GET}
-_NUMBERS = {  # name and length, and the function that makes the payload
-    name: (_NAMES[name] + _LENGTH.pack(8), struct.Struct("<q" if name in LIMITS else "<d").pack)
-    for name in (*LIMITS, "temperature", "reward")
-}
+def _packed_rewards(rewards: dict[str, float]) -> bytes:
+    parts = sorted((part.encode(), float(number)) for part, number in rewards.items())
+    return b"".join(_framed(part) + struct.pack("<d", number) for part, number in parts)
+
+
+def _packed_experts(experts: np.ndarray) -> bytes:
+    return struct.pack("<4q", *experts.shape, experts.itemsize) + little_endian(experts)
 
 
 def num_bytes(rollout: Rollout) -> int:
@@ -448,42 +413,35 @@ def _kept_error(rollout: Rollout) -> str | None:
 
 
 def _scalar_error(rollout: Rollout) -> str | None:
-    task, proofs, signature, worker = rollout.task, rollout.proofs, rollout.signature, rollout.worker
-    vouched = rollout.server_signature
-    if not isinstance(task, TaskRef):
-        return f"task: must be a TaskRef, got {type(task).__name__}"
+    if not isinstance(rollout.task, TaskRef):
+        return f"task: must be a TaskRef, got {type(rollout.task).__name__}"
     if not isinstance(rollout.rewards, dict) or len(rollout.rewards) > MAX_REWARD_PARTS:
         return f"rewards: must be a dict of at most {MAX_REWARD_PARTS}, got {_shown(rollout.rewards)}"
     for name, value in rollout.rewards.items():
         if not is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
-    has_server = isinstance(rollout.server, str) and rollout.server != ""
-    num_calls = 1 if rollout.calls is None else len(rollout.calls)
-    is_counted = _is_index(rollout.branch, 2**16) and _is_index(rollout.num_branches, 2**16)
-    is_finished = isinstance(rollout.finish_reason, str) and rollout.finish_reason in FINISH_REASONS
-    for name, is_valid in (
-        *((name, _is_index(_GET[name](rollout), most)) for name, most in LIMITS.items()),
-        ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0),
-        ("reward", _is_finite(rollout.reward)),
-        ("task.env", is_name(task.env)),
-        ("finish_reason", is_finished),
-        ("worker", is_key(worker)),
-        ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES),
-        ("signature", isinstance(signature, bytes) and len(signature) in SIGNATURE_BYTES),
-        ("server", is_key(rollout.server)),
-        ("server_signature", isinstance(vouched, bytes) and len(vouched) == 64 * has_server * num_calls),
-        ("env_digest", is_key(rollout.env_digest)),
-        ("branch", is_counted and rollout.branch < rollout.num_branches),
-        ("trains", isinstance(rollout.trains, bool)),
-    ):
-        if not is_valid:
-            return f"{name}: must be {_RULES[name]}, got {_shown(_GET[name](rollout))}"
+    for name, field in FIELDS.items():
+        if field.is_valid is not None and not field.is_valid(value := _GET[name](rollout)):
+            return f"{name}: must be {field.rule}, got {_shown(value)}"
+    num_signed = len(rollout.spans) if rollout.server else 0
+    if len(rollout.server_signature) != 64 * num_signed:
+        return f"server_signature: must be {SIGNED_RULE}, got {_shown(rollout.server_signature)}"
+    if rollout.branch >= rollout.num_branches:
+        return f"branch: must be less than num_branches, got {_shown(rollout.branch)}"
     return None
 
 
 def _is_index(value, limit: int) -> bool:
     is_integer = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
     return is_integer and 0 <= int(value) < limit
+
+
+def _is_proofs(value) -> bool:
+    return isinstance(value, bytes) and len(value) <= MAX_PROOF_BYTES
+
+
+def _is_signature(value) -> bool:
+    return isinstance(value, bytes) and len(value) in SIGNATURE_BYTES
 
 
 def _is_finite(value) -> bool:
@@ -511,3 +469,79 @@ def _shown(value) -> str:
     if isinstance(value, numbers.Integral) and abs(int(value)) >= 2**64:
         return f"an integer of {int(value).bit_length()} bits"
     return repr(value) if isinstance(value, numbers.Number) else type(value).__name__
+
+
+_REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a rollout: the type of its column in a file, its payload in the digest, and its rule."""
+
+    kind: type | None  # int, float, str, bytes, or bool; None: inference/rollouts/parquet.py has its columns
+    pack: Callable[[Any], bytes] | None  # returns the payload; None: the digest leaves it out
+    is_valid: Callable[[Any], bool] | None = None  # None: another function checks it
+    rule: str = ""  # that `is_valid` checks, after "must be"
+    size: int = 0  # of an integer, more than any; of a text or bytes, the most bytes that a file may have
+    unset: Any = _REQUIRED  # the value that the digest does not name
+
+
+def _array(dtype: np.dtype | str, unset: Any = _REQUIRED) -> Field:
+    return Field(None, lambda value: value.astype(dtype, copy=False).tobytes(), unset=unset)
+
+
+def _integer(size: int, unset: Any = _REQUIRED) -> Field:
+    is_valid = functools.partial(_is_index, limit=size)
+    return Field(int, struct.Struct("<q").pack, is_valid, f"an integer in [0, {size})", size, unset)
+
+
+def _real(rule: str, is_valid: Callable[[Any], bool]) -> Field:
+    return Field(float, struct.Struct("<d").pack, is_valid, rule)
+
+
+def _key(rule: str, unset: Any = _REQUIRED) -> Field:
+    return Field(str, str.encode, is_key, f"{rule} as 64 lower-case hex digits, or empty", 64, unset)
+
+
+# In the order of the digest. The names with a dot are fields of `TaskRef`.
+FIELDS = {name: _array(dtype) for name, dtype in _ARRAYS.items()} | {
+    "temperature": _real("finite and >= 0", lambda value: _is_finite(value) and value >= 0),
+    "seed": _integer(2**32),
+    "task.env": Field(str, str.encode, is_name, f"1 to {MAX_NAME} printable characters", 4 * MAX_NAME),
+    "task.index": _integer(2**63),
+    "task.group": _integer(2**63),
+    "task.seed": _integer(2**63),
+    "sample": _integer(MAX_SAMPLES),
+    "step": _integer(2**31),
+    "reward": _real("finite", _is_finite),
+    "rewards": Field(None, _packed_rewards),
+    "finish_reason": Field(
+        str,
+        str.encode,
+        lambda value: isinstance(value, str) and value in FINISH_REASONS,
+        f"one of {FINISH_REASONS}",
+        64,
+    ),
+    "proofs": Field(bytes, bytes, _is_proofs, f"at most {MAX_PROOF_BYTES} bytes", MAX_PROOF_BYTES),
+    "worker": _key("a public key"),
+    "routed_experts": Field(None, _packed_experts, unset=None),
+    "epoch": _integer(2**48, 0),
+    "server": _key("a public key", ""),
+    "server_signature": Field(bytes, bytes, lambda value: isinstance(value, bytes), SIGNED_RULE, 64 * MAX_CALLS, b""),
+    "env_digest": _key("a SHA-256", ""),
+    "branch": _integer(2**16, 0),
+    "num_branches": _integer(2**16, 1),
+    "calls": _array("<i4", None),
+    "call_limits": _array("<i4", None),
+    "draw": _integer(2**32, 0),
+    "trains": Field(
+        bool, lambda value: bytes([value]), lambda value: isinstance(value, bool), "True or False", unset=True
+    ),
+    "kept": Field(bytes, bytes, None, "", MAX_KEPT_BYTES, b""),
+    "prefix_versions": _array("<i4", None),
+    "signature": Field(
+        bytes, None, _is_signature, f"64 bytes and up to {MAX_PATH} hashes, or empty", max(SIGNATURE_BYTES)
+    ),
+}
+_GET = {name: operator.attrgetter(name) for name in FIELDS}
+_NAMES = {name: _framed(name.encode()) for name in FIELDS}

@@ -53,7 +53,7 @@ class RowLog:
     ) -> futures.Future[None]:
         """Appends a record to the file of a step, once the future `after` has a result; returns a future that is set when it is durable."""
         body = memoryview(parquet.to_record(rows.table))
-        text = json.dumps(head | {"has_experts": rows.has_experts, "num_columns": len(rows.table.schema)}).encode()
+        text = json.dumps(head | {"has_experts": rows.has_experts}).encode()
         record = b"".join([_HEAD.pack(_MAGIC, len(text), len(body), zlib.crc32(body, zlib.crc32(text))), text, body])
         written: futures.Future[None] = futures.Future()
         with self._lock:
@@ -71,8 +71,7 @@ class RowLog:
         """Yields the records of a step: their objects and rows. Those that `append` has not finished may be missing."""
         for text, body in _whole(self._path(step)):
             head = json.loads(text)
-            form = {"has_experts": head.pop("has_experts"), "num_columns": head.pop("num_columns", 0)}
-            yield head, parquet.from_record(body, **form)
+            yield head, parquet.from_record(body, has_experts=head.pop("has_experts"))
 
     def remove(self, step: int) -> None:
         """Deletes the file of a step after the records before; later ones begin a new file."""

@@ -25,7 +25,7 @@ from sharding import rules
 
 @dataclasses.dataclass(eq=False)
 class _Preempted:
-    sequence: sequence_lib.Sequence
+    sequence: sequence_lib.Sample
     swapped: engine_lib.Swapped
 
 
@@ -35,8 +35,10 @@ class Paging:
     def __init__(self, engine: engine_lib.Engine, slots: slots_lib.Slots):
         config = engine.config
         self._engine, self._slots = engine, slots
-        sizes = config.num_pages, config.num_slots, config.pages_per_slot, paged_cache.PAGE
-        self.pages = page_table.PageTable(*sizes, num_parts=rules.num_batch_shards(engine.mesh))
+        num_parts = rules.num_batch_shards(engine.mesh)
+        self.pages = page_table.PageTable(
+            config.num_pages, config.num_slots, config.pages_per_slot, paged_cache.PAGE, num_parts
+        )
         self._preempted: list[_Preempted] = []  # oldest first
         self._to_write: dict[int, list[tuple[int, int]]] = {}  # of slots whose prompt is not inserted yet
 
@@ -113,6 +115,6 @@ class Paging:
         return num_dropped
 
 
-def _num_keys(sequence: sequence_lib.Sequence) -> int:
+def _num_keys(sequence: sequence_lib.Sample) -> int:
     """Returns the number of tokens whose keys are written for good: the next step runs the last token."""
     return len(sequence.group.request.tokens) + len(sequence.completion.tokens) - 1

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from inference.adapters import adapter_set
-from inference.engine import decode_state, kv_cache, routed_experts
+from inference.engine import decode_state, kv_cache
 from inference.engine import engine as engine_lib
 from inference.scheduler import prefix_cache
 from inference.scheduler import sequence as sequence_lib
-from models import transformer
+from models import routed_experts, transformer
 
 BUDGET = 4  # chunks of prompts between two decode calls, at most
 
@@ -100,19 +100,19 @@ class PrefillQueue:
         self._waiting.extendleft(reversed(without_slot))
 
     def next(
-        self, most: int, fits: Callable[[sequence_lib.SequenceGroup], bool] = lambda group: True
-    ) -> sequence_lib.Sequence | None:
+        self, most: int, fits: Callable[[sequence_lib.SequenceGroup], bool] | None = None
+    ) -> sequence_lib.Sample | None:
         """Returns the sample that gets the next free slot, or None if no prompt is ready; prefills prompts if necessary.
 
         Requests are served in order of arrival. One that already has `most` running samples gets a slot only if no other request
-        is ready. Returns None, too, if the request whose turn it is does not satisfy `fits`.
+        is ready. Returns None, too, if the request whose turn it is does not satisfy `fits`, unless that is None.
         """
         while (group := next((g for g in self._ready if g.num_running < most), None)) is None and self._prefill():
             pass
         if group is None and not self._ready:
             return None
         group = group or self._ready[0]
-        if not fits(group):
+        if fits is not None and not fits(group):
             return None
         if group.num_started + 1 == group.request.num_samples:
             self._ready.remove(group)
@@ -123,7 +123,7 @@ class PrefillQueue:
         self._budget = BUDGET * self._engine.config.prefill_chunk
         self._prefill_chunks()
 
-    def keep(self, slot: int, sequence: sequence_lib.Sequence) -> None:
+    def keep(self, slot: int, sequence: sequence_lib.Sample) -> None:
         """Adds a sequence that ended in `slot` to the prefix cache; does nothing if the cache cannot use it.
 
         A request of several samples is a group of rollouts. These go on only if they are of episodes, which allow keys of older versions.
@@ -149,9 +149,10 @@ class PrefillQueue:
             long, size = self._long, self._long.sizes.pop(0)
             tokens, start, adapter = long.group.request.tokens, long.num_done, long.group.request.adapter
             padded = _pad([tokens[start : start + size]], 1, size)
-            how = {"is_shared": long.is_shared}
             params = self._engine.choose(self._params, [adapter])
-            long.cache, experts = self._engine.prefill_chunk(params, padded, start, long.cache, **how)
+            long.cache, experts = self._engine.prefill_chunk(
+                params, padded, start, long.cache, is_shared=long.is_shared
+            )
             long.experts, long.is_shared = long.experts + experts, False
             long.num_done = min(start + size, len(tokens))
             self._budget -= size

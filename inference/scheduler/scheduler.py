@@ -4,7 +4,7 @@ Each turn of the thread:
 1. reads messages: new requests, cancellations, a pause, new weights (sequences keep running with their keys, and every token
    is stamped with the version that sampled it; requests pinned to the old version are finished first, for a limited time).
    Weights of another epoch end all requests, so that none spans two epochs.
-   An idle engine gathers requests for a short time (arrivals.py);
+   An idle engine gathers requests for a short time (slots.py);
 2. prefills chunks of the long prompt that is in progress, if there is one, within a budget of tokens;
 3. fills free slots (slots.py) from the prefill queue (prefill_queue.py). In a cache with pages, sequences also need free pages
    and may have to wait for them (paging.py);
@@ -20,7 +20,6 @@ Left out: starting the next call before this one's tokens are read. The host nee
 
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import queue
 import threading
@@ -35,14 +34,14 @@ from inference.adapters import adapter_set
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.scheduler import arrivals, paging, prefill_queue, prefix_cache, state_size, step_output
+from inference.rollouts import completion as completion_lib
+from inference.scheduler import messages, paging, prefill_queue, prefix_cache, state_size, step_output
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
 from sharding.logs import role_metrics
 
-GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
-Completion = request_lib.Completion  # and its result, one per sample
+GenerateRequest = request_lib.GenerateRequest
 PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
@@ -72,17 +71,6 @@ class VersionGone(RuntimeError):
     """Raised for a request pinned to a policy version that this server does not have, or had to replace; use another server."""
 
 
-@dataclasses.dataclass(eq=False)
-class _Update:
-    """New weights that wait until no request pinned to the old ones runs, or until `deadline_s`."""
-
-    params: transformer.Params | Callable[[transformer.Params], transformer.Params]
-    version: int
-    epoch: int
-    deadline_s: float
-    future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-
-
 class Scheduler:
     """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread.
 
@@ -103,11 +91,10 @@ class Scheduler:
         """Starts the thread with weights of policy `version` of `epoch`. `state` is an unused decode state of the engine; None creates one."""
         self._engine, self._params, self.version, self.epoch = engine, params, version, epoch
         self._max_queue, self._num_slots = max_queue, engine.config.num_slots
-        self._updates: list[_Update] = []  # wait for pinned requests; meanwhile, no further ones are accepted
+        self._updates: list[messages.Update] = []  # wait for pinned requests; meanwhile, no further ones are accepted
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._arrivals = arrivals.ArrivalWindow(self._num_slots)
-        sizes = self._num_slots, engine.config.max_model_len, engine.config.num_positions
-        self.slots = slots_lib.Slots(*sizes)
+        self._arrivals = slots_lib.ArrivalWindow(self._num_slots)
+        self.slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len, engine.config.num_positions)
         self.paging = paging.Paging(engine, self.slots) if engine.config.num_pages else None
         self._output: step_output.StepOutput | None = None  # of the last call, not yet published
         self._pending: set[sequence_lib.SequenceGroup] = set()  # requests whose future is not done
@@ -133,7 +120,7 @@ class Scheduler:
 
     def submit(
         self, request: GenerateRequest, listener: sequence_lib.Listener | None = None
-    ) -> "concurrent.futures.Future[list[Completion]]":
+    ) -> "concurrent.futures.Future[list[completion_lib.Completion]]":
         """Queues a request; returns a future of its completions, one per sample. Cancelling the future frees their slots.
 
         `listener(sample index, completion so far)` is called after each decode call with new tokens. It must not block. A
@@ -170,7 +157,7 @@ class Scheduler:
         VersionGone. So do all requests, and at once, if the weights are of another epoch. Returns a future that is set to
         `version` once the new weights are in use.
         """
-        update = _Update(params, version, epoch, time.monotonic() + PIN_WAIT_S)
+        update = messages.Update(params, version, epoch, time.monotonic() + PIN_WAIT_S)
         self._put(update)
         return update.future
 
@@ -239,11 +226,11 @@ class Scheduler:
 
     def _send(self, action: Callable[[], object]) -> concurrent.futures.Future:
         """Queues `action` for the scheduler's thread; returns a future of the policy version after the action."""
-        done: concurrent.futures.Future = concurrent.futures.Future()
-        self._put((action, done))
-        return done
+        message = messages.Action(action)
+        self._put(message)
+        return message.future
 
-    def _put(self, message) -> None:
+    def _put(self, message: "sequence_lib.SequenceGroup | messages.Update | messages.Action") -> None:
         with self._lock:  # once _is_closing is set, the thread empties the inbox a last time
             if self._is_closing:
                 raise _shutting_down()
@@ -278,8 +265,7 @@ class Scheduler:
             while not self._inbox.empty():
                 message = self._inbox.get()
                 if message is not _STOP and message is not _WAKE:
-                    future = message[1] if isinstance(message, tuple) else message.future
-                    sequence_lib.fail(future, _shutting_down())
+                    sequence_lib.fail(message.future, _shutting_down())
             for update in self._updates:
                 sequence_lib.fail(update.future, _shutting_down())
 
@@ -327,33 +313,29 @@ class Scheduler:
             wait_s = 0.0
             if message is _STOP:
                 return False
-            if isinstance(message, _Update):
+            if isinstance(message, messages.Update):
                 self._updates.append(message)
             elif isinstance(message, sequence_lib.SequenceGroup):
-                newest, request = self._updates[-1] if self._updates else self, message.request
-                is_gone = request.policy_version >= 0 and (newest is not self or request.policy_version != self.version)
-                if is_gone or request.policy_epoch not in (-1, newest.epoch):
-                    sequence_lib.fail(message.future, _gone(request, newest))
-                    continue
-                adapters = self._engine.adapters
-                if request.adapter >= 0 and (adapters is None or request.adapter not in adapters.numbers.values()):
-                    sequence_lib.fail(message.future, ValueError("the adapter was unloaded; name another model"))
+                if (error := self._refusal(message.request)) is not None:
+                    sequence_lib.fail(message.future, error)
                     continue
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())
                 wait_s = window_s if is_idle and not self.is_paused else 0.0
-            elif message is not _WAKE:
-                action, done = message
-                if done.set_running_or_notify_cancel():  # not cancelled meanwhile
-                    try:
-                        action()
-                    except (ValueError, KeyError) as error:
-                        done.set_exception(error)
-                        continue
-                    except jax.errors.JaxRuntimeError as error:  # no memory for the decode state
-                        done.set_exception(error)
-                        raise
-                    done.set_result(self.version)
+            elif isinstance(message, messages.Action):
+                message.run(self.version)
+
+    def _refusal(self, request: GenerateRequest) -> Exception | None:
+        """Returns the error of a request that weights in use, or those that come next, cannot serve; None for any other."""
+        pending = self._updates[-1] if self._updates else None
+        version, epoch = (pending.version, pending.epoch) if pending else (self.version, self.epoch)
+        is_pinned = request.policy_version >= 0
+        if (is_pinned and (pending or request.policy_version != version)) or request.policy_epoch not in (-1, epoch):
+            return _gone(request, version, epoch)
+        adapters = self._engine.adapters
+        if request.adapter >= 0 and (adapters is None or request.adapter not in adapters.numbers.values()):
+            return ValueError("the adapter was unloaded; name another model")
+        return None
 
     def _set_weights(self) -> None:
         """Puts new weights in use unless requests pinned to the old version still run; fails these after the time limit.
@@ -369,7 +351,7 @@ class Scheduler:
         if pinned and is_early and not begins_epoch:
             return
         for group in pinned:
-            sequence_lib.fail(group.future, _gone(group.request, self._updates[-1]))
+            sequence_lib.fail(group.future, _gone(group.request, self._updates[-1].version, self._updates[-1].epoch))
         self._drop_done()
         for update in self._updates:
             if update.future.set_running_or_notify_cancel():  # not cancelled meanwhile
@@ -437,13 +419,13 @@ class Scheduler:
 
     def _start_sequences(self) -> None:
         """Fills the free slots from the prefill queue, with one insert call for all prompts of one prefill."""
-        fits, free = {}, self.slots.free
+        fits = None
         if self.paging is not None:
-            self._state, fits = self.paging.resume(self._state), {"fits": self.paging.fits}
-            free = self.paging.pages.by_part(self.slots.free)
+            self._state, fits = self.paging.resume(self._state), self.paging.fits
+        free = self.slots.free if self.paging is None else self.paging.pages.by_part(self.slots.free)
         free = collections.deque(free)
-        started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
-        while free and (sequence := self._waiting.next(max(1, self._num_slots // 2), **fits)):
+        started: dict[int, list[tuple[int, sequence_lib.Sample]]] = collections.defaultdict(list)
+        while free and (sequence := self._waiting.next(max(1, self._num_slots // 2), fits)):
             slot = free.popleft()
             self.prefixes.take(slot)
             sequence.completion.epoch, sequence.begun_s = self.epoch, time.monotonic()
@@ -479,24 +461,24 @@ class Scheduler:
         is_likely = self._arrivals.is_next_likely(time.monotonic())
         steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting or self.paging)
         num_steps = self.slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
-        table = ()
+        table = None
         if self.paging is not None:
             if preempted := self.paging.make_room(self._state, num_steps):
                 self.stats["num_preemptions"] += len(preempted)
                 self._deactivate(preempted)
-            table = (self.paging.table,)
+            table = self.paging.table
         numbers = [adapter_set.NONE] * self._engine.sizes(self._state)[0]
         for slot, sequence in self.slots.running:
             numbers[slot] = sequence.group.request.adapter
         params = self._engine.choose(self._params, numbers)
-        self._state, result = self._engine.generate(params, self._state, num_steps, *table)
+        self._state, result = self._engine.generate(params, self._state, num_steps, table)
         self._publish()
-        values = self._engine.read(result)
+        result = self._engine.read(result)
         self.stats["generate_calls"] += 1
-        self.stats["decode_steps"] += int(values[2].max())
+        self.stats["decode_steps"] += int(result.counts.max())
         self.stats["decode_s"] += time.perf_counter() - begun
         output = step_output.StepOutput(self._engine, self._state, result, self.slots.running, self._fail)
-        output.collect(values, self.version)
+        output.collect(self.version)
         self.stats["tokens"] += output.num_tokens
         now_s = time.monotonic()
         for sequence in output.started:
@@ -539,10 +521,10 @@ def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
 
 
-def _gone(request: GenerateRequest, newest: "Scheduler | _Update") -> VersionGone:
-    pins = (("version", request.policy_version, newest.version), ("epoch", request.policy_epoch, newest.epoch))
-    wanted = " of ".join(f"policy {name} {pin}" for name, pin, _ in pins if pin >= 0) or "any policy"
-    found = f"{wanted} was requested, and this server has version {newest.version} of epoch {newest.epoch}"
+def _gone(request: GenerateRequest, version: int, epoch: int) -> VersionGone:
+    pins = (("version", request.policy_version), ("epoch", request.policy_epoch))
+    wanted = " of ".join(f"policy {name} {pin}" for name, pin in pins if pin >= 0) or "any policy"
+    found = f"{wanted} was requested, and this server has version {version} of epoch {epoch}"
     return VersionGone(f"{found}, or will have it next; send the request to another server")
 
 

@@ -1,20 +1,23 @@
-"""A request while the scheduler works on it (`SequenceGroup`), and one of its samples in a slot (`Sequence`)."""
+"""A request while the scheduler works on it (`SequenceGroup`), and one of its samples in a slot (`Sample`)."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections import abc
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from inference.engine import decode_state, routed_experts
+from inference.engine import decode_state
 from inference.engine import request as request_lib
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import kept_sets
 from inference.scheduler import prefix_cache
+from models import config as config_lib
+from models import routed_experts
 from models.text import tokenizer as tokenizer_lib
 
 # Called on the scheduler's thread with the index of a sample and its completion so far.
-Listener = abc.Callable[[int, request_lib.Completion], None]
+Listener = Callable[[int, completion_lib.Completion], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,7 +31,7 @@ class SequenceGroup:
     future: concurrent.futures.Future
     listener: Listener | None
     submitted_s: float
-    completions: dict[int, request_lib.Completion] = dataclasses.field(default_factory=dict)  # finished, by sample
+    completions: dict[int, completion_lib.Completion] = dataclasses.field(default_factory=dict)  # finished, by sample
     prefix: decode_state.Prefix = dataclasses.field(init=False)
     row: int = 0
     # The number of the weights, the adapter, and the tokens: equal for two prompts if their keys and values are equal, bit for bit.
@@ -41,14 +44,14 @@ class SequenceGroup:
     num_started: int = 0
     num_running: int = 0
 
-    def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sequence":
+    def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sample":
         """Creates the request's next sample and returns it, with no tokens yet. `text` decodes tokens to find stop strings, if any."""
-        completion = request_lib.Completion([], [], [], self.prompt_version, num_cached=self.num_cached)
+        completion = completion_lib.Completion([], [], [], self.prompt_version, num_cached=self.num_cached)
         completion.prompt_logprobs, completion.prefix_versions = self.prompt_logprobs, self.prefix_runs
-        sequence = Sequence(self, self.num_started, completion, text)
+        sample = Sample(self, self.num_started, completion, text)
         self.num_started += 1
         self.num_running += 1
-        return sequence
+        return sample
 
     def drop_keys(self) -> None:
         """Frees the prompt's keys and values, of which the slots of all samples have copies, or which will be computed again."""
@@ -56,12 +59,12 @@ class SequenceGroup:
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
+class Sample:
     """One sample of a request, which runs in a slot. The seed of sample i is the request's seed + i (mod 2^32)."""
 
     group: SequenceGroup
     index: int
-    completion: request_lib.Completion
+    completion: completion_lib.Completion
     text: tokenizer_lib.TextStream | None  # decodes the generated tokens; None without stop strings
     begun_s: float = 0.0  # when it got its slot
     tail: str = ""  # the end of the decoded text, as long as the longest stop string
@@ -115,13 +118,14 @@ class Sequence:
             pairs = zip(row_ids, row_logps, strict=True)
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
-    def join_parts(self) -> None:
-        """Adds the proofs, experts, and kept sets of all calls to the finished completion."""
+    def join_parts(self, model: config_lib.ModelConfig) -> None:
+        """Adds the proofs, experts, and kept sets of all calls to the finished completion of `model`."""
         request = self.group.request
         self.completion.proofs = b"".join(self.proofs)
         if request.routed_experts:
             prompt = self.group.prefix.experts, self.group.row, len(request.tokens)
-            self.completion.experts = routed_experts.of_sequence(*prompt, self.experts)
+            experts_TLX = routed_experts.of_sequence(*prompt, self.experts)
+            self.completion.experts = routed_experts.with_all_layers(experts_TLX, model)
         if request.kept_tokens:
             self.completion.kept = kept_sets.encode(np.concatenate(self.kept))
 
@@ -133,7 +137,7 @@ class Sequence:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample
                 group.future.set_result([group.completions[index] for index in range(group.request.num_samples)])
 
-    def _first_stop(self, tokens: abc.Sequence[int]) -> tuple[int, bool]:
+    def _first_stop(self, tokens: Sequence[int]) -> tuple[int, bool]:
         """Returns (number of tokens up to the first stop, True if there is a stop); all tokens without a stop."""
         request = self.group.request
         longest = max(map(len, request.stop_texts), default=0)

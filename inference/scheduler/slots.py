@@ -1,6 +1,6 @@
-"""The slot policy: which sequence is in which slot, and how many steps the next decode call runs.
+"""The slot policy: which sequence is in which slot, how many steps the next decode call runs, and how long an idle engine gathers requests.
 
-Pure: no thread, no clock, no device.
+Pure: no thread, no clock, no device. Times are arguments, in seconds of any monotonic clock.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from inference.scheduler import sequence as sequence_lib
 
 SHORT = 4  # a short call runs steps_per_call / SHORT steps
+GAP_S = 0.005  # an idle engine starts once no request came for this long,
+GATHER_S = 0.03  # or once it has gathered requests for this long
+RECENT_S = 0.25  # after a request, another is likely for this long
 
 
 class Slots:
@@ -15,14 +18,14 @@ class Slots:
 
     def __init__(self, num_slots: int, max_model_len: int, num_positions: int = 0):
         """Creates free slots, whose cache has `num_positions` in all (0: `max_model_len` each)."""
-        self._sequences: list[sequence_lib.Sequence | None] = [None] * num_slots
+        self._sequences: list[sequence_lib.Sample | None] = [None] * num_slots
         self._max_model_len, self._num_positions = max_model_len, num_positions or num_slots * max_model_len
 
-    def __iter__(self) -> Iterator[sequence_lib.Sequence | None]:
+    def __iter__(self) -> Iterator[sequence_lib.Sample | None]:
         return iter(list(self._sequences))  # a copy: other threads iterate while the scheduler's thread changes it
 
     @property
-    def running(self) -> list[tuple[int, sequence_lib.Sequence]]:
+    def running(self) -> list[tuple[int, sequence_lib.Sample]]:
         """The (slot number, sequence) pairs of all slots in use."""
         return [(slot, sequence) for slot, sequence in enumerate(self) if sequence is not None]
 
@@ -41,7 +44,7 @@ class Slots:
         lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for _, s in self.running]
         return min(sum(lengths) / self._num_positions, 1.0)  # of shared prompts each slot counts its own
 
-    def put(self, slot: int, sequence: sequence_lib.Sequence) -> None:
+    def put(self, slot: int, sequence: sequence_lib.Sample) -> None:
         """Assigns a sequence to a free slot."""
         assert self._sequences[slot] is None
         self._sequences[slot] = sequence
@@ -74,3 +77,33 @@ class Slots:
         if is_request_likely and self.free:
             return -(-steps_per_call // SHORT)
         return steps_per_call
+
+
+class ArrivalWindow:
+    """A short time window in which an idle engine gathers requests, up to a full batch, before it starts them together.
+
+    Gathering pays because a decode call costs the same for one slot in use as for all.
+    """
+
+    def __init__(self, num_slots: int):
+        self._num_slots = num_slots
+        self._opened_s: float | None = None
+        self._num_samples = 0
+        self._last_s = float("-inf")
+
+    def reopen(self) -> None:
+        """Ends the window; the next request opens a new one."""
+        self._opened_s, self._num_samples = None, 0
+
+    def add(self, num_samples: int, now_s: float) -> float:
+        """Counts a request of `num_samples`; returns the seconds to wait for the next one, 0 if the window is over."""
+        if self._opened_s is None:
+            self._opened_s = now_s
+        self._last_s = now_s
+        self._num_samples += num_samples
+        is_open = now_s - self._opened_s < GATHER_S and self._num_samples < self._num_slots
+        return GAP_S if is_open else 0.0
+
+    def is_next_likely(self, now_s: float) -> bool:
+        """Returns True if the last request came less than `RECENT_S` seconds ago, so that another is likely soon."""
+        return now_s - self._last_s < RECENT_S

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from inference.engine import compiled_steps
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.proofs import window as proof_window
@@ -22,23 +23,22 @@ class StepOutput:
 
     engine: engine_lib.Engine
     state: engine_lib.State
-    result: engine_lib.Result
-    running: Sequence[tuple[int, sequence_lib.Sequence]]  # (slot, sequence)
+    result: compiled_steps.StepResult  # as `Engine.read` returns it
+    running: Sequence[tuple[int, sequence_lib.Sample]]  # (slot, sequence)
     fail: Callable[[sequence_lib.SequenceGroup, str], None]  # ends a request with the reason
     num_tokens: int = 0
-    started: list[sequence_lib.Sequence] = dataclasses.field(default_factory=list)  # they got their first token
-    finished: list[tuple[int, sequence_lib.Sequence]] = dataclasses.field(default_factory=list)
+    started: list[sequence_lib.Sample] = dataclasses.field(default_factory=list)  # they got their first token
+    finished: list[tuple[int, sequence_lib.Sample]] = dataclasses.field(default_factory=list)
     unseen_ends: list[int] = dataclasses.field(default_factory=list)  # slots of ends that the device cannot detect
     windows: list[tuple] = dataclasses.field(default_factory=list)  # to prove: (sequence, size, indices, bits)
 
-    def collect(self, values: tuple[np.ndarray, np.ndarray, np.ndarray], version: int) -> None:
-        """Appends the call's tokens, sampled by policy `version`, to their sequences. `values` are the result of `Engine.read`.
+    def collect(self, version: int) -> None:
+        """Appends the call's tokens, sampled by policy `version`, to their sequences.
 
         A sequence with a log-probability that is not finite, or without a new token, fails its request.
         """
-        tokens, logprobs, counts = values
-        is_finite = np.logical_and.reduce(np.isfinite(logprobs), axis=1)
-        result = self.result
+        result, counts = self.result, self.result.counts
+        is_finite = np.logical_and.reduce(np.isfinite(result.logprobs), axis=1)
         for slot, sequence in self.running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
@@ -50,17 +50,18 @@ class StepOutput:
                 self.fail(sequence.group, "the engine returned no token for a slot in use; send the request again")
                 continue
             before = len(completion.tokens)
-            new = tokens[slot, :count].tolist(), logprobs[slot, :count].tolist()
-            is_end_unseen = sequence.append(*new, version, self.engine.config.max_model_len)
+            tokens, logprobs = result.tokens[slot, :count].tolist(), result.logprobs[slot, :count].tolist()
+            is_end_unseen = sequence.append(tokens, logprobs, version, self.engine.config.max_model_len)
             num_new = len(completion.tokens) - before
             self.num_tokens += num_new
             if before == 0:
                 self.started.append(sequence)
             # Columns that no request wants are not fetched; np.asarray copies an array from the device once.
             if request.raw_logprobs:
-                completion.raw_logprobs += np.asarray(result.raw_logps)[slot, :num_new].tolist()
+                completion.raw_logprobs += np.asarray(result.raw_logprobs)[slot, :num_new].tolist()
             if request.top_logprobs:
-                sequence.append_top(*(np.asarray(x)[slot, :num_new] for x in (result.top_ids, result.top_logps)))
+                ids, logprobs = np.asarray(result.top_ids), np.asarray(result.top_logprobs)
+                sequence.append_top(ids[slot, :num_new], logprobs[slot, :num_new])
             if request.routed_experts:
                 sequence.experts.append(np.asarray(result.experts)[slot, :num_new])
             if request.kept_tokens:
@@ -82,7 +83,7 @@ class StepOutput:
                 if not proof:
                     self.fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
         for _, sequence in self.finished:
-            sequence.join_parts()
+            sequence.join_parts(self.engine.model)
         # Before a future is set: a streaming client must not see the end before the last piece.
         for _, sequence in self.running:
             if sequence.group.listener is not None:
@@ -93,7 +94,7 @@ class StepOutput:
         for _, sequence in self.finished:
             sequence.finish()
 
-    def _add_windows(self, slot: int, sequence: sequence_lib.Sequence, before: int, is_end_unseen: bool) -> None:
+    def _add_windows(self, slot: int, sequence: sequence_lib.Sample, before: int, is_end_unseen: bool) -> None:
         """Adds the proof window that a sequence filled after its first `before` tokens, and the partly filled one at its end."""
         size, after = proof_window.WINDOW, len(sequence.completion.tokens)
         whole = size if after // size > before // size else 0
@@ -104,5 +105,6 @@ class StepOutput:
             if which == 1 and is_end_unseen:  # so the device has not reduced this window
                 indices, bits = self.engine.top_values(self.state, slot, after // size, num_rows)
             else:
-                indices, bits = (values[slot, which] for values in self.engine.read_proofs(self.result))
+                indices = np.asarray(self.result.proof_indices)[slot, which]
+                bits = np.asarray(self.result.proof_bits)[slot, which]
             self.windows.append((sequence, num_rows * self.engine.model.model_dim, indices, bits))

@@ -1,7 +1,7 @@
 """POST /inference/v1/generate: token IDs in; IDs, log-probabilities, policy versions and proofs out.
 
 The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
-stop token included. `sampling_params.logprobs` of 2 to 20 adds so many alternatives to each. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
+stop token included. `sampling_params.logprobs` of 2 to 20 adds so many alternatives to each. `routed_experts` (models/routed_experts.py) is present if the server records them, unless
 `return_routed_experts` is false; `kept_tokens` (inference/rollouts/kept_sets.py) if `return_kept_tokens` is true. Further fields, which those clients ignore: `policy_versions` (run-length),
 `prompt_policy_version`, `prefix_policy_versions` (runs of (end, version): keys of older versions that the prompt reused, only if
 `oldest_prefix_version` allows them), `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. `seed` is that of the
@@ -16,14 +16,14 @@ import asyncio
 import base64
 import itertools
 import uuid
-from collections.abc import Sequence
 
 import fastapi
+import numpy as np
 from fastapi import responses
 
 from inference.engine import request as request_lib
-from inference.engine import routed_experts
-from inference.server import inference_server, schemas, web
+from inference.rollouts import completion as completion_lib
+from inference.server import inference_server, replies, schemas, web
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
@@ -35,7 +35,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         adapter = server.adapter_of(body.model)
         sampling = body.sampling_params.model_copy(update=_replay_fields(body))
         num_top = 0 if sampling.logprobs in (None, 0, 1) else sampling.logprobs
-        request = server.request(sampling, body.token_ids, top_logprobs=num_top, adapter=adapter)
+        request = server.make_request(sampling, body.token_ids, top_logprobs=num_top, adapter=adapter)
         future = asyncio.wrap_future(server.scheduler.submit(request))
         completions = await web.run_until_disconnect(http, future)  # a disconnect frees the slots
         start = sampling.routed_experts_prompt_start
@@ -44,24 +44,12 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
             "choices": [choice(server, request, c, i, start) for i, c in enumerate(completions)],
             "policy_epoch": completions[0].epoch,
             "seed": request.seed,
-            "usage": usage([(request, completions)]),
+            "usage": replies.usage([(request, completions)]),
         }
         return responses.JSONResponse(reply | prompt_logprobs(request, completions[0]))
 
 
-def usage(answered: Sequence[tuple[request_lib.GenerateRequest, Sequence[request_lib.Completion]]]) -> dict:
-    """Returns OpenAI's `usage` object, the token counts of all prompts; `cached_tokens` were found in the prefix cache."""
-    num_prompt = sum(len(request.tokens) for request, _ in answered)
-    num_new = sum(len(completion.tokens) for _, completions in answered for completion in completions)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": sum(completions[0].num_cached for _, completions in answered)},
-    }
-
-
-def prompt_logprobs(request: request_lib.GenerateRequest, completion: request_lib.Completion) -> dict:
+def prompt_logprobs(request: request_lib.GenerateRequest, completion: completion_lib.Completion) -> dict:
     """Returns {"prompt_logprobs": vLLM's list} if requested, else {}. The first token has None: no token precedes it."""
     if not request.prompt_logprobs or completion.prompt_logprobs is None:
         return {}
@@ -72,14 +60,14 @@ def prompt_logprobs(request: request_lib.GenerateRequest, completion: request_li
 def extra_fields(
     server: inference_server.InferenceServer,
     request: request_lib.GenerateRequest,
-    completion: request_lib.Completion,
+    completion: completion_lib.Completion,
     index: int,
     experts_start: int,
 ) -> dict:
     """Returns the fields of finished sample `index` that OpenAI's API lacks: those of a replay, and experts from token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
-        "seed": seed(request, index),
+        "seed": replies.seed(request, index),
         "policy_versions": [[version, len(list(run))] for version, run in runs],
         "prompt_policy_version": completion.prompt_version,
     }
@@ -94,40 +82,30 @@ def extra_fields(
     if request.kept_tokens:
         fields["kept_tokens"] = base64.b64encode(completion.kept).decode()
     if completion.experts is not None:
-        fields["routed_experts"] = routed_experts.reply_field(completion.experts, server.engine.model, experts_start)
+        fields["routed_experts"] = _experts_field(completion.experts, experts_start)
     return fields
-
-
-def seed(request: request_lib.GenerateRequest, index: int) -> int:
-    """Returns the seed of sample `index` of a request."""
-    return (request.seed + index) % 2**32
 
 
 def choice(
     server: inference_server.InferenceServer,
     request: request_lib.GenerateRequest,
-    completion: request_lib.Completion,
+    completion: completion_lib.Completion,
     index: int,
     experts_start: int,
 ) -> dict:
     """Returns one completion as the reply has it, with the server's signature."""
-
-    def entry(token: int, logprob: float) -> dict:
-        return {"token": f"token_id:{token}", "logprob": logprob}
-
-    content = [entry(*pair) for pair in zip(completion.tokens, completion.logprobs, strict=True)]
-    for one, top in zip(content, completion.top, strict=False):
-        one["top_logprobs"] = [entry(*pair) for pair in top]
-    return {
-        "index": index,
-        "token_ids": completion.tokens,
-        "finish_reason": completion.finish_reason,
-        "logprobs": {"content": content},
-        "proofs": "",
-    } | extra_fields(server, request, completion, index, experts_start)
+    own = extra_fields(server, request, completion, index, experts_start)
+    return replies.token_choice(index, completion) | {"proofs": ""} | own
 
 
 def _replay_fields(body: schemas.Generate) -> dict:
     """Returns the fields at the top of a request that count as those of `sampling_params`."""
     named = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
     return {name: value for name, value in named.items() if value is not None and value is not False}  # 0 is a version
+
+
+def _experts_field(experts_TLX: np.ndarray, start: int) -> dict:
+    """Returns the field `routed_experts` for the tokens from `start` on; `data` is first, because clients search the text of the reply for it."""
+    rows = experts_TLX[start:]
+    data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
+    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -1,21 +1,73 @@
-"""Refuses requests before any route sees them: a wrong key, or a browser page of another site.
+"""Decides who may use a listener: its address, its key, and the requests that are refused before any route sees them.
+
+1. `control_listener` opens that of the routes which change a process, apart from that of the data routes. By default it is a unix
+   socket in a new directory that only this user can enter, so it needs no token. A given path is a unix socket, too; its mode lets
+   only this user connect. HOST:PORT needs a token, also on 127.0.0.1, which every user of the machine reaches.
+2. `Guard` refuses requests with a wrong key, and those of a browser page of another site.
 
 A page in the operator's browser can send requests to a server on the same machine or network (CSRF), also under a name of its
 own that resolves to that address (DNS rebinding). Two rules stop both. A body must be declared as JSON, which a page may send to
 another site only with that site's consent. And `Origin`, which browsers add to every POST, is refused.
 """
 
+import contextlib
+import dataclasses
 import hmac
 import ipaddress
+import pathlib
 import re
-from collections.abc import Collection
+import socket
+from collections.abc import Collection, Iterator
 
 from fastapi import responses
 from starlette import types as asgi
 
 from inference.server import web
+from sharding.system import secret_file, sockets
 
 OPEN = ("/health", "/liveness")  # no key needed
+
+
+@dataclasses.dataclass(frozen=True)
+class ControlListener:
+    """A bound control socket, the token that its clients must send (None: none), and their allowed Host names (None: any)."""
+
+    sock: socket.socket = dataclasses.field(repr=False)
+    token: str | None = dataclasses.field(repr=False)
+    hosts: Collection[str] | None
+
+
+@contextlib.contextmanager
+def control_listener(control: str, token_file: str | None, hosts: Collection[str]) -> Iterator[ControlListener]:
+    """Yields a listener at `control`: a path, HOST:PORT, or "" for a new unix socket; deletes a unix socket at the end.
+
+    Args:
+      control: where to listen.
+      token_file: file of the token, created if it does not exist; None for no token.
+      hosts: names of this machine that clients may use in the Host header, besides that of `control`.
+
+    Raises ValueError if it cannot listen there, or if HOST:PORT has no host or no token.
+    """
+    host, colon, port = control.rpartition(":")
+    is_unix = "/" in control or not colon  # a port alone would mean all addresses
+    if not is_unix and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        found = f"--control {control} has the port {port!r}, not one in 0..65535"
+        raise ValueError(f"{found}; write HOST:PORT, or ./{control} for a path")
+    if not (is_unix or host):
+        raise ValueError(f"--control {control} names no host; write 127.0.0.1:{port}, or HOST:PORT for other machines")
+    if not is_unix and token_file is None:
+        found = f"--control {control} can be reached by other users and has no token"
+        remedy = "add --control_token_file FILE (created if absent), or use a unix socket (--control PATH)"
+        raise ValueError(f"{found}; {remedy}")
+    token = None if token_file is None else secret_file.read_or_create(token_file)
+    with contextlib.ExitStack() as stack:
+        if is_unix:
+            path = control or stack.enter_context(sockets.private_path())
+            sock = stack.enter_context(contextlib.closing(sockets.listen_unix(path)))
+            stack.callback(pathlib.Path(path).unlink, missing_ok=True)
+        else:
+            sock = stack.enter_context(contextlib.closing(sockets.listen(host.strip("[]"), int(port))))
+        yield ControlListener(sock, token, None if is_unix else {host, *hosts})
 
 
 class Guard:

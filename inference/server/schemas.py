@@ -317,6 +317,11 @@ class Template(Body):
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
 
+    def variables(self) -> dict[str, Any]:
+        """Returns the variables of the chat template that the request sets."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
 
 class TextPrompt(Body):
     """Request fields for a prompt that is a text."""
@@ -354,6 +359,11 @@ class Chat(OpenAI, Template):
     top_logprobs: int = 0
     tool_choice: str | dict[str, Any] = "auto"
 
+    def check_tool_choice(self) -> None:
+        """Raises ValueError if `tool_choice` names a tool, or requires one."""
+        if self.tool_choice not in ("auto", "none"):
+            raise ValueError(f'tool_choice {self.tool_choice!r} cannot be enforced; use "auto" or "none"')
+
 
 class ChatTokens(Chat):
     """The body of POST /v1/chat/completions/tokens: the prompt is `tokens`, and the messages are ignored."""
@@ -382,6 +392,12 @@ class Tokenize(Template, TextPrompt):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+
+    def given_prompt(self) -> str | None:
+        """Returns the prompt; None if the request has messages instead. Raises ValueError if it has both or neither."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("the request has both or neither of prompt and messages; send one of them")
+        return self.prompt
 
 
 class Detokenize(Body):

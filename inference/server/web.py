@@ -54,12 +54,19 @@ Result = TypeVar("Result")
 
 
 def server(
-    app: fastapi.FastAPI, *, drain_s: int = 5, max_bodies_bytes: int = MAX_BODIES_BYTES, max_connections: int = 0
+    app: fastapi.FastAPI,
+    *,
+    drain_s: int = 5,
+    max_bodies_bytes: int = MAX_BODIES_BYTES,
+    max_connections: int = 0,
+    keep_alive_s: int = 30,
+    takes_signals: bool = True,
 ) -> uvicorn.Server:
-    """Returns a uvicorn server of `app` without log output, for `run`.
+    """Returns a uvicorn server of `app` without log output, for `run`, `in_thread`, or the event loop of the caller (`serve`).
 
-    Setting `should_exit = True`, or SIGTERM, stops it: it accepts no more connections, and running requests get `drain_s`
-    seconds. If `max_connections` is 0, it is three quarters of the files that the process may open.
+    Setting `should_exit = True` stops it, and so does SIGTERM in `run`: it accepts no more connections, and running requests get
+    `drain_s` seconds. If `max_connections` is 0, it is three quarters of the files that the process may open. A connection without a
+    request stays open for `keep_alive_s`. `takes_signals` = False leaves signals to a process of which the server is a part.
     """
     app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
     app.add_exception_handler(fastapi.HTTPException, _reply_error)
@@ -72,10 +79,17 @@ def server(
         log_level="error",
         access_log=False,
         proxy_headers=False,  # uvicorn's default lets a client of a local proxy choose its address
-        timeout_keep_alive=30,
+        timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=drain_s,
+        lifespan="auto" if takes_signals else "off",  # a forced exit does not end its task
     )
-    return uvicorn.Server(config)
+    return uvicorn.Server(config) if takes_signals else _PartOfProcess(config)
+
+
+class _PartOfProcess(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def run(server: uvicorn.Server, sock: socket.socket) -> None:

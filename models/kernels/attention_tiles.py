@@ -1,4 +1,4 @@
-"""The parts that the attention kernels of TPUs and GPUs share: the tiles of packed rows that are read, and products in them.
+"""The parts that the implementations of attention share: the tiles of packed rows that are read, and products in them.
 
 A block of queries reads a part of a shared prompt, and the columns from its first branch to its own end. A block of keys is read by the
 queries from its own start to the end of its last sequence or branch. Both are found on the device, and so are the tiles in which each

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.kernels import attention_tiles
+
 MAX_BLOCKS = 4  # more save little, and each is compiled
 MIN_BLOCK = 40  # queries
 TILE = 256  # columns, at most
-# Finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0.
-MASKED = -1e30
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -44,7 +44,7 @@ def attend_blocks(
 def _blocks_forward(q_BKGTC, k_BKTC, v_BKTV, mask_BTT, scale):
     B, K, G, T, _ = q_BKGTC.shape
     # The barriers here and below stop XLA from computing these arrays again in every loop that reads them.
-    bias_BTT = jax.lax.optimization_barrier(jnp.where(mask_BTT, 0.0, MASKED).astype(jnp.float32))
+    bias_BTT = jax.lax.optimization_barrier(jnp.where(mask_BTT, 0.0, attention_tiles.MASKED).astype(jnp.float32))
     outs, weights = [], []
     for start, end in _blocks(T):
         q_BKMC = jax.lax.optimization_barrier(_rows(q_BKGTC, start, end))
@@ -143,7 +143,7 @@ class _Tiles:
         """Returns the scaled attention scores of a tile of queries and one of keys, [B, K, M, S], masked by `mask_BSS`."""
         B, K, M, _ = q_BKMC.shape
         scores_BKGSS = _dot(q_BKMC, k_BKSC, 3, 3).reshape(B, K, -1, self.size, self.size) * self.scale
-        return jnp.where(mask_BSS[:, None, None], scores_BKGSS, MASKED).reshape(B, K, M, self.size)
+        return jnp.where(mask_BSS[:, None, None], scores_BKGSS, attention_tiles.MASKED).reshape(B, K, M, self.size)
 
 
 def _attend_tiles(tiles: _Tiles, *args) -> jax.Array:
@@ -168,7 +168,7 @@ def _tiles_forward(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
             return jax.lax.cond(jnp.any(mask_BSS), read, lambda stats: stats, stats)
 
         zero_BKM1 = jnp.zeros((B, K, M, 1))
-        stats = zero_BKM1 + MASKED, zero_BKM1, jnp.zeros((B, K, M, V))
+        stats = zero_BKM1 + attention_tiles.MASKED, zero_BKM1, jnp.zeros((B, K, M, V))
         max_BKM1, sum_BKM1, out_BKMV = jax.lax.fori_loop(0, i + 1, over_keys, stats)
 
         def put(whole, part_BKMX):
@@ -246,7 +246,6 @@ def attend_chunk(
     scale: float,
     *,
     window: int = 0,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns attention of T tokens at positions start, start + 1, ... over S cached positions, float32 [B, K, G, T, V].
@@ -259,7 +258,7 @@ def attend_chunk(
     size, num_tiles = min(TILE, S), -(-T // TILE)
     num_rows = -(-T // num_tiles)  # of a tile of queries
     q_BKGTC = jnp.pad(q_BKGTC.astype(jnp.float32) * scale, [(0, 0)] * 3 + [(0, num_tiles * num_rows - T), (0, 0)])
-    top_BKM1, total_BKM1 = jnp.full((B, K, G * num_rows, 1), MASKED), jnp.zeros((B, K, G * num_rows, 1))
+    top_BKM1, total_BKM1 = jnp.full((B, K, G * num_rows, 1), attention_tiles.MASKED), jnp.zeros((B, K, G * num_rows, 1))
     if sinks_H is not None:  # one more score, without a value
         sinks_KM = jnp.repeat(sinks_H.astype(jnp.float32).reshape(K, G), num_rows, axis=1)
         top_BKM1, total_BKM1 = jnp.broadcast_to(sinks_KM[None, :, :, None], top_BKM1.shape), total_BKM1 + 1
@@ -274,13 +273,12 @@ def attend_chunk(
                 jax.lax.dynamic_slice_in_dim(x, first, size, 2).astype(jnp.float32) for x in (k_BKSC, v_BKSV)
             )
             scores_BKMS = _dot(q_BKMC, k_BKSC_, 3, 3)
-            scores_BKMS = softcap * jnp.tanh(scores_BKMS / softcap) if softcap else scores_BKMS
             at_11S = (first + jnp.arange(size))[None, None]
             mask_BTS = (at_11S <= own_BT1) & (at_11S >= j * size)
             if window:
                 mask_BTS &= at_11S > own_BT1 - window
             scores_BKGTS = scores_BKMS.reshape(B, K, G, num_rows, size)
-            scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
+            scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, attention_tiles.MASKED)
             return _accumulated(stats, scores_BKGTS.reshape(scores_BKMS.shape), v_BKSV_)
 
         num_read = (jnp.max(start_B) + jnp.minimum((i + 1) * num_rows, T) - 1) // size + 1

@@ -82,8 +82,11 @@ def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool
     return len(set(map(type, kernels))) == 1 and cpu_row_product.fits(2 * num_rows, weights, kind)
 
 
-def product(x_RK: jax.Array, *kernels: int8.Quantized | Nibbles) -> jax.Array:
-    """Returns the products of rows and output-major matrices of integers, one after the other: float32 [R, N]."""
+def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_few: bool) -> jax.Array:
+    """Returns the products of rows and output-major matrices of integers, one after the other: float32 [R, N].
+
+    `is_few` is True if cpu_row_product.py multiplies, as `fits_few` allows. Otherwise there is one matrix.
+    """
     x_RK = x_RK.astype(jnp.float32)
     R = len(x_RK)
     top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
@@ -92,11 +95,12 @@ def product(x_RK: jax.Array, *kernels: int8.Quantized | Nibbles) -> jax.Array:
     high_RK = jnp.round(steps_RK)
     low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)
     rows_SK = jnp.concatenate([high_RK, low_RK]).astype(jnp.int8)  # S = 2 R
-    if fits_few(R, kernels):
+    if is_few:
         kind, weights, factors = _parts(kernels)
         out_SN = cpu_row_product.product(rows_SK, weights, kind, factors)
     else:
-        out_SN = jnp.concatenate([_dot(rows_SK, kernel) for kernel in kernels], axis=1)
+        (kernel,) = kernels
+        out_SN = _dot(rows_SK, kernel)
     out_SN = out_SN.astype(jnp.float32)
     scale_1N = jnp.concatenate([kernel.scale.T for kernel in kernels], axis=1)
     return (out_SN[:R] + out_SN[R:] / LOW) * step_R1 * scale_1N

@@ -64,14 +64,11 @@ def products(
     """Returns `rows` of each matrix. Few rows are multiplied by all of them in one call, which takes less time."""
     B, T = x.shape[:2]
     x_RK, kernels = x.reshape(B * T, -1), [matrix.kernel_NK for matrix in matrices]
-    groups = [kernels] if _fits_few(B * T, kernels) else [[kernel] for kernel in kernels]
-    sizes = [math.prod(matrix.out_shape) for matrix in matrices]
-    outs = []
-    for group in groups:
-        is_float = isinstance(group[0], jax.Array)
-        out_RN = (_product if is_float else cpu_integers.product)(x_RK, *group)
-        ends = np.cumsum(sizes[len(outs) :][: len(group)])
-        outs += jnp.split(out_RN, ends[:-1], axis=1)
+    if _fits_few(B * T, kernels):
+        ends = np.cumsum([math.prod(matrix.out_shape) for matrix in matrices])
+        outs = jnp.split(_product(x_RK, kernels, is_few=True), ends[:-1], axis=1)
+    else:
+        outs = [_product(x_RK, [kernel], is_few=_fits_few(B * T, [kernel])) for kernel in kernels]
     return [
         out_RN.astype(dtype or x.dtype).reshape(B, T, *matrix.out_shape)
         for out_RN, matrix in zip(outs, matrices, strict=True)
@@ -131,8 +128,11 @@ def _fits_few(num_rows: int, kernels) -> bool:
     return len(dtypes) == 1 and cpu_row_product.fits(num_rows, kernels, *dtypes)
 
 
-def _product(x_RK: jax.Array, *kernels: jax.Array) -> jax.Array:
-    if _fits_few(len(x_RK), kernels):
+def _product(x_RK: jax.Array, kernels, *, is_few: bool) -> jax.Array:
+    """Returns the products of rows and matrices of one kind, one after the other; several only if cpu_row_product.py multiplies (`is_few`)."""
+    if not isinstance(kernels[0], jax.Array):
+        return cpu_integers.product(x_RK, kernels, is_few=is_few)
+    if is_few:
         return cpu_row_product.product(x_RK, kernels, str(kernels[0].dtype))
     (kernel_NK,) = kernels
     padded_RK = jnp.pad(x_RK, ((0, max(MIN_ROWS - len(x_RK), 0)), (0, 0)))

@@ -36,7 +36,6 @@ class _Rule:
 
     readable: Callable  # of (query packing, query columns, key packing, key columns): the mask of a tile
     scale: float
-    softcap: float
     interpret: bool
     block: int
     forward: tuple[int, int, int]
@@ -65,7 +64,6 @@ def attend(
     *,
     scale: float,
     window: int = 0,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -76,7 +74,7 @@ def attend(
     """
     T, C, V = q_BTHC.shape[1], q_BTHC.shape[3], v_BTKV.shape[3]
     block, forward, backward = tiles(q_BTHC.dtype, max(C, V))
-    rule = _Rule(readable, scale, softcap, interpret, block, forward, backward)
+    rule = _Rule(readable, scale, interpret, block, forward, backward)
 
     def pad(x, num_dims=None):  # whole blocks of tokens; a power of two of dims, as Triton's tiles have
         more = [(0, 0), (0, -T % block), *[(0, 0)] * (x.ndim - 2)]
@@ -129,7 +127,7 @@ def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
 
         def read(is_masked, keys, stats):
             packing = packing_ref if is_masked else None
-            scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing, b, keys)
+            scores_QS = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing, b, keys)
             return accumulated(stats, scores_QS, v_ref[b, keys, k, :])
 
         zero_Q = jnp.zeros(rule.block, jnp.float32)
@@ -160,12 +158,12 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
         """Returns the weights of a tile and the gradient of its scores, both [Q, S]."""
         packing_ref, log_norm_ref, d_sum_ref = refs
         own, packing_ref = (_packing(packing_ref, b, queries), packing_ref) if is_masked else (None, None)
-        scores_QS, slope_QS = _scores(rule, q_QC, k_SC, own, queries, packing_ref, b, keys)
+        scores_QS = _scores(rule, q_QC, k_SC, own, queries, packing_ref, b, keys)
         weights_QS = jnp.exp(scores_QS - log_norm_ref[b, h, queries][:, None])
         d_scores_QS = (
             weights_QS * (attention_tiles.dot(d_out_QV, v_SV, 1, 1) - d_sum_ref[b, h, queries][:, None]) * rule.scale
         )
-        return weights_QS.astype(q_QC.dtype), (d_scores_QS * slope_QS).astype(q_QC.dtype)
+        return weights_QS.astype(q_QC.dtype), d_scores_QS.astype(q_QC.dtype)
 
     def attention_dq(q_ref, k_ref, v_ref, packing_ref, reads_ref, log_norm_ref, d_sum_ref, d_out_ref, d_q_ref):
         i, h, b = (pl.program_id(dim) for dim in range(3))
@@ -246,7 +244,9 @@ def _over_keys(block: int, size: int, reads_ref, b, i, read: Callable, carry):
         return jnp.where(n < num_shared, first + n, branch + n - num_shared)
 
     def over(start, stop, is_masked, at, carry):
-        step = lambda n, carry: read(is_masked, pl.ds(at(n) * size, size), carry)  # noqa: E731
+        def step(n, carry):
+            return read(is_masked, pl.ds(at(n) * size, size), carry)
+
         return jax.lax.fori_loop(start, stop, step, carry)
 
     carry = over(0, num_shared + whole - branch, True, at, carry)
@@ -255,17 +255,13 @@ def _over_keys(block: int, size: int, reads_ref, b, i, read: Callable, carry):
 
 
 def _scores(rule: _Rule, q_QC, k_SC, queries, query_slice, packing_ref, b, key_slice):
-    """Returns the scores of a tile, masked if there is a packing, and the derivative of the softcap (1 without one)."""
-    scores_QS, slope_QS = attention_tiles.dot(q_QC, k_SC, 1, 1) * rule.scale, 1.0
-    if rule.softcap:
-        capped_QS = jnp.tanh(scores_QS / rule.softcap)
-        scores_QS, slope_QS = rule.softcap * capped_QS, 1 - capped_QS * capped_QS
+    """Returns the scores of a tile, masked if there is a packing."""
+    scores_QS = attention_tiles.dot(q_QC, k_SC, 1, 1) * rule.scale
     if packing_ref is None:
-        return scores_QS, slope_QS
-    columns = (part.start + jnp.arange(part.size) for part in (query_slice, key_slice))
-    columns_Q, columns_S = columns
+        return scores_QS
+    columns_Q, columns_S = (part.start + jnp.arange(part.size) for part in (query_slice, key_slice))
     mask_QS = rule.readable(queries, columns_Q, _packing(packing_ref, b, key_slice), columns_S)
-    return jnp.where(mask_QS, scores_QS, attention_tiles.MASKED), slope_QS
+    return jnp.where(mask_QS, scores_QS, attention_tiles.MASKED)
 
 
 def _packing(packing_ref, b, columns):

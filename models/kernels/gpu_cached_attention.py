@@ -37,7 +37,6 @@ def attend(
     *,
     window: int = 0,
     scale: float | None = None,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -65,8 +64,6 @@ def attend(
         def read(n, stats):
             keys = pl.ds(n * size, size)
             scores_RS = attention_tiles.dot(q_RC, k_ref[n_layer, b, k, keys, :], 1, 1) * factor
-            if softcap:
-                scores_RS = softcap * jnp.tanh(scores_RS / softcap)
             behind_RS = position_R[:, None] - (n * size + jnp.arange(size))[None]
             mask_RS = (behind_RS >= 0) & (behind_RS < window) if window else behind_RS >= 0
             scores_RS = jnp.where(mask_RS, scores_RS, attention_tiles.MASKED)

@@ -61,13 +61,10 @@ def visits(length_B: jax.Array, table_BW: jax.Array, page: int, num_pages: int) 
     return Visits(end_B[-1:], sequence_L, block_L, jnp.maximum(pages_LM, 0).reshape(-1), length_B)
 
 
-def attend(
-    q_BHC: jax.Array, pages_KNPSD: jax.Array, layer: Any, steps: Visits, *, scale: float, softcap: float = 0.0
-) -> jax.Array:
+def attend(q_BHC: jax.Array, pages_KNPSD: jax.Array, layer: Any, steps: Visits, *, scale: float) -> jax.Array:
     """Returns softmax(scale q k) v of the visited sequences, [B, H, C]; undefined for others. Scores and softmax are in float32.
 
-    `pages_KNPSD` has in D = 2 C lanes a key and its value, of which a step reads `layer`. With `softcap`, scores become
-    cap tanh(scores / cap).
+    `pages_KNPSD` has in D = 2 C lanes a key and its value, of which a step reads `layer`.
     """
     (B, H, C), (K, _, _, S, D) = q_BHC.shape, pages_KNPSD.shape
     G, M, num_lanes = H // K, len(steps.pages) // len(steps.sequence), C if C % LANES == 0 else D
@@ -93,7 +90,6 @@ def attend(
 
         keys, values = slice(num_lanes), slice(D - num_lanes, D)
         scores_KGS = scale * jnp.stack([attention_tiles.dot(q_ref[k], of_head(k, keys), 1, 1) for k in range(K)])
-        scores_KGS = softcap * jnp.tanh(scores_KGS / softcap) if softcap else scores_KGS
         scores_KGS = jnp.where(readable(scores_KGS.shape, 2), scores_KGS, attention_tiles.MASKED)
         top_KG1 = jnp.maximum(top_ref[...], scores_KGS.max(axis=2, keepdims=True))
         weights_KGS, down_KG1 = jnp.exp(scores_KGS - top_KG1), jnp.exp(top_ref[...] - top_KG1)

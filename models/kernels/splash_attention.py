@@ -37,18 +37,9 @@ class _Rule:
     """The options of attention and the size of a tile; static under jit."""
 
     window: int
-    softcap: float
     has_branches: bool
     block: int
     interpret: Any
-
-    def scores(self, rows_ref, columns_ref) -> tuple[jax.Array, jax.Array | float]:
-        """Returns the scores of a tile, before the mask, and the derivative of the softcap (1 without one)."""
-        scores = attention_tiles.dot(rows_ref[0], columns_ref[0], 1, 1)
-        if not self.softcap:
-            return scores, 1.0
-        capped = jnp.tanh(scores / self.softcap)
-        return self.softcap * capped, 1 - capped * capped
 
     def readable(self, query, key, query_marks: Sequence, key_marks: Sequence, query_dim: int):
         """Returns the mask of a tile, whose queries are in dim `query_dim`, from the numbers of its blocks and `marks`."""
@@ -107,7 +98,6 @@ def attend(
     *,
     scale: float,
     window: int = 0,
-    softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -120,13 +110,13 @@ def attend(
     B, T, H, _ = q_BTHC.shape
     block = block_of(T)
     if B > 1 and (_num_steps(B, T // block) > _num_steps(1, LONGEST // BLOCK) or B * T // block > MAX_BLOCKS):
-        how = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H, "interpret": interpret}
+        how = {"scale": scale, "window": window, "sinks_H": sinks_H, "interpret": interpret}
         halves = (
             jax.tree.map(lambda x, half=half: x[half], (q_BTHC, k_BTKC, v_BTKV, packing))
             for half in (slice(B // 2), slice(B // 2, None))
         )
         return jnp.concatenate([attend(*half, **how) for half in halves])
-    rule = _Rule(window, softcap, packing.branch_ids is not None, block, interpret)
+    rule = _Rule(window, packing.branch_ids is not None, block, interpret)
     reads_BN = jax.vmap(functools.partial(attention_tiles.ranges, block=block, window=window))(packing)
     heads_first = (x.reshape(B * T, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC * scale, k_BTKC, v_BTKV))
     sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
@@ -221,7 +211,7 @@ def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
             total_ref[...] = jnp.full(total_ref.shape, 0.0 if sinks_H is None else 1.0, jnp.float32)
             sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-        scores_QS = rule.scores(q_ref, k_ref)[0]
+        scores_QS = attention_tiles.dot(q_ref[0], k_ref[0], 1, 1)
         queries, keys = [queries_ref[:, n : n + 1] for n in range(4)], [keys_ref[n : n + 1] for n in range(4)]
         scores_QS = jnp.where(
             rule.readable(query, steps.key(step), queries, keys, 0), scores_QS, attention_tiles.MASKED
@@ -307,11 +297,11 @@ def _backward(rule: _Rule, saved, d_out_HNV):
             d_k_sum_ref[...] = jnp.zeros(d_k_sum_ref.shape, jnp.float32)
             d_v_sum_ref[...] = jnp.zeros(d_v_sum_ref.shape, jnp.float32)
 
-        scores_SQ, slope_SQ = rule.scores(k_ref, q_ref)
+        scores_SQ = attention_tiles.dot(k_ref[0], q_ref[0], 1, 1)
         queries, keys = [queries_ref[n : n + 1] for n in range(4)], [keys_ref[:, n : n + 1] for n in range(4)]
         scores_SQ = jnp.where(rule.readable(query, key, queries, keys, 1), scores_SQ, attention_tiles.MASKED)
         weights_SQ = jnp.exp(scores_SQ - norm_ref[0])
-        d_scores_SQ = weights_SQ * (attention_tiles.dot(v_ref[0], d_out_ref[0], 1, 1) - d_sum_ref[0]) * slope_SQ
+        d_scores_SQ = weights_SQ * (attention_tiles.dot(v_ref[0], d_out_ref[0], 1, 1) - d_sum_ref[0])
         weights_SQ, d_scores_SQ = (x_SQ.astype(q_ref.dtype) for x_SQ in (weights_SQ, d_scores_SQ))
         d_k_sum_ref[...] += attention_tiles.dot(d_scores_SQ, q_ref[0], 1, 0)
         d_v_sum_ref[...] += attention_tiles.dot(weights_SQ, d_out_ref[0], 1, 0)

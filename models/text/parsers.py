@@ -4,13 +4,20 @@
    chatml   Qwen, Hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
    glm      GLM-4.5        <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>
    llama    Llama 3        the whole completion is {"name": ..., "parameters": {...}}, several separated by ";"
-   harmony  gpt-oss        messages on channels, some of which are calls (models/text/harmony.py)
+   harmony  gpt-oss        messages on channels, some of which are calls:
+            <|channel|>analysis<|message|>They want a sum.<|end|>
+            <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 2. `parse` parses a finished text. Malformed parts raise nothing: they stay in the content. JSON is read by a scanner, so a marker in a
    string ends no call. Models break it in two ways that are accepted: raw line breaks in strings, and NaN or 1e400, which become null.
 3. `parse(..., final=False)` parses a text that still grows, and returns only those parts that no continuation can change.
    Each result begins with the results of all shorter texts, so a server can stream the difference.
 
 Reasoning is between <think> and </think>, except in harmony. A prompt may end with <think>; the text then begins inside.
+
+In harmony, a completion begins inside the header of its first message, since the prompt ends with `<|start|>assistant`. A header names the
+channel: "analysis" is reasoning, "commentary" and "final" are for the user. The recipient of a tool call comes before or after it. The
+structure is made of special tokens, so the text must contain them (`Tokenizer.text_stream(structured=True)`).
+
 Left out: grammars that force well-formed calls; the arguments of a call before it is complete.
 """
 
@@ -23,12 +30,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from models.text import harmony
-
 FORMATS = ("chatml", "glm", "llama", "harmony")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
+# Of harmony.
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+STRUCTURE = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+_END = re.compile("|".join(map(re.escape, ENDS)))
 ARGUMENTS = ("arguments", "parameters")  # names of a call's arguments
 # Atomic: a hostile text of many opening marks takes no square of its length.
 _GLM_PAIR = re.compile(r"\s*<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
@@ -77,7 +87,7 @@ class Parsed:
 
 def detect_format(template: str) -> str:
     """Returns the tool call format of a chat template, one of FORMATS; "chatml" if the template mentions no tools."""
-    if harmony.CHANNEL in template:
+    if CHANNEL in template:
         return "harmony"
     if "<arg_key>" in template:
         return "glm"
@@ -242,9 +252,9 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
 def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
     """Parses text in harmony format; joins messages of one kind (reasoning or content) with newlines."""
     reasoning, content, calls = [], [], []
-    for message in harmony.split(text):
+    for message in split_harmony(text):
         is_complete = message.is_complete or final
-        body = message.body if is_complete else without_partial(message.body, harmony.STRUCTURE)
+        body = message.body if is_complete else without_partial(message.body, STRUCTURE)
         if message.recipient:
             name = message.recipient.removeprefix("functions.")
             call = _tool_call(name, message.body) if is_complete and read_calls else None
@@ -256,6 +266,38 @@ def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
             content.append(body)
     thought = "\n".join(filter(None, reasoning)) if reasoning else None
     return Parsed(thought, "\n".join(filter(None, content)), tuple(calls))
+
+
+@dataclasses.dataclass(frozen=True)
+class HarmonyMessage:
+    """One message in harmony, the output format of gpt-oss models; possibly unfinished."""
+
+    channel: str  # "" if the header is unfinished or names none
+    recipient: str  # of a tool call: "functions.NAME", or a tool that the model was trained with; "" for the user
+    body: str
+    is_complete: bool  # False if more of it may follow
+    text: str  # header and body as they were spelled
+
+
+def split_harmony(text: str) -> list[HarmonyMessage]:
+    """Splits a completion in harmony format into its messages. Text in another format becomes one message without a channel."""
+    *before, last = text.split(START)
+    return [*(_harmony_message(piece, True) for piece in before), _harmony_message(last, False)]
+
+
+def _harmony_message(piece: str, is_followed: bool) -> HarmonyMessage:
+    end = _END.search(piece)
+    text = piece[: end.start()] if end else piece
+    header, begun, body = text.partition(MESSAGE)
+    channel = re.search(re.escape(CHANNEL) + r"\s*(\w+)", header)
+    recipient = re.search(r"\bto=([^\s<]+)", header)
+    return HarmonyMessage(
+        channel=channel[1] if begun and channel else "",
+        recipient=recipient[1] if begun and recipient else "",
+        body=body if begun or CHANNEL in text else text,
+        is_complete=is_followed or end is not None,
+        text=(piece[: end.end()] if end else piece).removeprefix("assistant"),
+    )
 
 
 def _called(value: Any) -> ToolCall | None:

@@ -28,7 +28,7 @@ from tokenizers import models as tokenizer_models
 
 from models import hub
 from models.text import chat_template as chat_template_lib
-from models.text import harmony, parsers, special_tokens, tokenizer_files, turns
+from models.text import parsers, special_tokens, tokenizer_files, turns
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 MAX_NAMES = 2**27  # sum of the squares of the lengths of added tokens, all of whose beginnings are kept
@@ -366,7 +366,7 @@ class Tokenizer:
     @functools.cached_property
     def _unstructured_ids(self) -> frozenset[int]:
         """The IDs of special tokens other than those that structure messages in the template's format."""
-        names = harmony.STRUCTURE if self.call_format == "harmony" else ()
+        names = parsers.STRUCTURE if self.call_format == "harmony" else ()
         return self.special_ids - {self.specials[name] for name in names if name in self.specials}
 
     @functools.cached_property

@@ -16,7 +16,7 @@ import functools
 
 from absl import flags
 
-from inference.server import control_listener, metrics_routes, web
+from inference.server import guard, metrics_routes, web
 from rl.experiment import command
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import assembly, orchestrator
@@ -70,7 +70,7 @@ def main() -> None:
         )
         stack.callback(host.close)
         token_file = assembly.token_file(exp.config, workdir)
-        listener = stack.enter_context(control_listener.opened(options.control, token_file, options.control_hosts))
+        listener = stack.enter_context(guard.control_listener(options.control, token_file, options.control_hosts))
         app = learner_routes.make_app(host, lambda: urls[0], token=listener.token, hosts=listener.hosts)
         if host.recover():
             progress.say("continuing where the last process ended")

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.algorithms import vine
 from rl.protocol import noise_seed
 
 Score = Callable[[Sequence[str]], Sequence[Mapping[str, float]]]
-Generate = Callable[[list[int], dict], Awaitable[list[sample_lib.Sample]]]
+Generate = Callable[[list[int], dict], Awaitable[list[completion_lib.Completion]]]
 
 
 def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -> list[list[tuple[int, int]]]:
@@ -61,7 +61,7 @@ async def sample(
     """Samples and scores the continuations of a group's scored samples. Returns all rollouts, unsigned, episode by episode."""
     wanted = [(root, s, draw) for root, own in zip(roots, expected(roots, options), strict=True) for s, draw in own]
 
-    async def one(root: rollout_lib.Rollout, s: int, draw: int) -> sample_lib.Sample:
+    async def one(root: rollout_lib.Rollout, s: int, draw: int) -> completion_lib.Completion:
         prefix = root.tokens[: root.prompt_length + s]
         seed = noise_seed.stream_seed(group_seed, root.sample, 1, prefix, draw)
         asked = {**sampling, "n": 1, "seed": seed, "max_tokens": sampling["max_tokens"] - s}

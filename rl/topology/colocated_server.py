@@ -23,7 +23,7 @@ from inference import serve
 from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, web
+from inference.server import inference_server, startup, web
 from inference.swarm import membership
 from models import config as config_lib
 from models import lora, transformer
@@ -129,7 +129,7 @@ def start(
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
         parts = placed, source, experiment.engine, store, dataclasses.replace(experiment.tokenizer, date=None)
-        server = inference_server.prepare_pulled(*parts, key=key).run()
+        server = startup.prepare_pulled(*parts, key=key).run()
         del placed, parts  # the server's, until it has newer ones
         stack.callback(server.close)
         sock = stack.enter_context(contextlib.closing(sockets.listen(hosts.address, 0)))

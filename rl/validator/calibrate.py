@@ -24,11 +24,9 @@ import jax
 from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
-from inference.engine import routed_experts
 from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.swarm import sample as sample_lib
 from models import lora, transformer
 from rl import envs
 from rl.algorithms import advantages
@@ -101,16 +99,7 @@ def roll_out(
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
         out = []
         for group, task, prompt, future in waiting:
-            completions = future.result(WAIT_S)
-            is_named = exp.engine.routed_experts
-            experts = [routed_experts.with_all_layers(c.experts, exp.model) if is_named else None for c in completions]
-            samples = [
-                sample_lib.Sample(
-                    c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e, kept=c.kept
-                )
-                for c, e in zip(completions, experts, strict=True)
-            ]
-            made = group_lib.make_rollouts(run, group, task, prompt, samples)
+            made = group_lib.make_rollouts(run, group, task, prompt, future.result(WAIT_S))
             out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out
 

@@ -13,9 +13,10 @@ import pytest
 
 from inference import client as client_lib
 from inference.rollouts import attestation
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
-from inference.swarm import sample as sample_lib
+from inference.swarm import reply as reply_lib
 from inference.swarm import server_choice
 from sharding.system import sockets
 from tests.support import clock, serving
@@ -75,7 +76,7 @@ def test_a_sample_as_it_was_sent():
         return httpx.Response(200, json={"choices": [choice()]})
 
     (sample,), client = run(handler, generate, urls=(A + "/",))
-    assert sample == sample_lib.Sample([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof")
+    assert sample == completion_lib.Completion([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof")
     sampling = {"max_tokens": 3, "temperature": 0.7}
     body = {"token_ids": [1, 2], "sampling_params": sampling, "proofs": True}
     assert seen == [(f"{A}/inference/v1/generate", body)] and client.num_retries == 0
@@ -107,7 +108,7 @@ def test_samples_of_another_epoch_or_an_older_version_are_sought_elsewhere(pins,
 )
 def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(change):
     key, sampling = rollout_lib.WorkerKey.generate(), {"max_tokens": 3, "temperature": 0.7, "seed": 2**32 - 1, "n": 2}
-    answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=7)
+    answer = completion_lib.Completion([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=7)
     settings = sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
 
     def sign(run, seed):
@@ -135,7 +136,7 @@ def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(change):
 def test_a_reply_of_too_many_bytes_is_sought_elsewhere(monkeypatch):
     """Attack: a reply without end filled the memory of the worker."""
     reply = json.dumps({"choices": [choice()]}).encode()
-    monkeypatch.setattr(sample_lib, "MAX_OTHER_BYTES", len(reply) - 5 * sample_lib.TOKEN_BYTES)
+    monkeypatch.setattr(reply_lib, "MAX_OTHER_BYTES", len(reply) - 5 * reply_lib.TOKEN_BYTES)
     handler = lambda request: httpx.Response(200, content=reply + b" " * (request.url.host == "a"))  # noqa: E731
     assert run(handler, generate)[1].num_retries == 1
 
@@ -145,7 +146,7 @@ def test_a_reply_of_too_many_bytes_is_sought_elsewhere(monkeypatch):
 def test_a_liar_that_names_the_url_of_another_server_takes_no_samples_from_it(order, has_key):
     """Attack: samples of the honest server were compared with the liar's key."""
     liar, honest = (rollout_lib.WorkerKey.generate() for _ in range(2))
-    answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=0)
+    answer = completion_lib.Completion([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=0)
     settings = {"run": "", "max_tokens": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
     message = attestation.message([1, 2], answer, temperature=0.7, seed=0, settings=settings)
     signature = honest.private.sign(message).hex() if has_key else ...
@@ -387,7 +388,7 @@ def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
     def read(runs, sampling=sampling, **pins):
         changes = {"prefix_policy_versions": runs, "policy_versions": [[3, 3]], "prompt_policy_version": 3}
         response = httpx.Response(200, json={"choices": [choice(**changes)]})
-        return sample_lib.read(response, {"token_ids": [1] * 10, "sampling_params": sampling} | pins, (), "")[0]
+        return reply_lib.read(response, {"token_ids": [1] * 10, "sampling_params": sampling} | pins, (), "")[0]
 
     sample = read([[4, 1], [8, 2]])
     assert sample.prefix_versions == ((4, 1), (8, 2)) and read([]).prefix_versions == read([], {}).prefix_versions == ()
@@ -400,12 +401,12 @@ def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
     backwards, too_many = [[8, 1], [4, 2]], [[4, 1]] * 10**5
     wrong = [[[4, 0]], [[4, 3]], [[4, 2], [8, 1]], backwards, [[10, 1]], [[0, 1]], [["4", 1]], [[4, 1, 1]], 5, too_many]
     for runs in wrong:
-        with pytest.raises(sample_lib.MalformedReply):
+        with pytest.raises(reply_lib.MalformedReply):
             read(runs)
-    with pytest.raises(sample_lib.MalformedReply, match="not requested"):
+    with pytest.raises(reply_lib.MalformedReply, match="not requested"):
         read([[4, 1]], {})
     assert read([], policy_version=3).prefix_versions == ()
-    with pytest.raises(sample_lib.MalformedReply, match=r"policy versions \[1\]; 3 was requested"):
+    with pytest.raises(reply_lib.MalformedReply, match=r"policy versions \[1\]; 3 was requested"):
         read([[4, 1]], policy_version=3)  # its worker would be refused for it
 
 

@@ -31,7 +31,7 @@ from inference.engine import compiled_steps, kv_cache
 from inference.engine import engine as engine_lib
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, schemas, web
+from inference.server import inference_server, schemas, startup, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from rl.experiment import experiment
@@ -61,7 +61,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(weights):
-    server = inference_server.prepare(str(weights), CONFIG).run()
+    server = startup.prepare(str(weights), CONFIG).run()
     server.sources = [str(weights.parent)]
     yield server
     server.close()
@@ -132,15 +132,15 @@ def test_defaults(generate, server):
     """max_tokens: the rest of the context. Stop ids: the tokenizer's. A seed is drawn, and proofs are not made."""
     first, second = (generate({"sampling_params": {}}).json()["choices"][0] for _ in range(2))
     assert first["token_ids"] != second["token_ids"] and first["proofs"] == ""
-    request = server.request(schemas.SamplingParams(), PROMPT)
+    request = server.make_request(schemas.SamplingParams(), PROMPT)
     assert request.stop_ids == server.engine.tokenizer.stop_ids and request.max_tokens == 48 - 5
     assert (request.temperature, request.top_k, request.top_p, request.min_p) == (1.0, 0, 1.0, 0.0)
     assert request.num_samples == 1 and not request.proofs
-    request = server.request(schemas.SamplingParams(seed=-1, top_k=-1), PROMPT)
+    request = server.make_request(schemas.SamplingParams(seed=-1, top_k=-1), PROMPT)
     assert request.seed == 2**32 - 1 and request.top_k == 0
-    request = server.request(schemas.SamplingParams(ignore_eos=True, stop_token_ids=[7, 7], stop="x"), PROMPT)
+    request = server.make_request(schemas.SamplingParams(ignore_eos=True, stop_token_ids=[7, 7], stop="x"), PROMPT)
     assert request.stop_ids == (7,) and request.stop_texts == ("x",)
-    request = server.request(schemas.SamplingParams(stop_token_ids=[7]), PROMPT)
+    request = server.make_request(schemas.SamplingParams(stop_token_ids=[7]), PROMPT)
     assert request.stop_ids == (7, *server.engine.tokenizer.stop_ids)  # given in addition to the model's own
 
 
@@ -322,7 +322,7 @@ def test_a_server_that_expects_its_model_compiles_before_the_weights_exist(tmp_p
 
     monkeypatch.setattr(broadcast, "wait_for", appear)
     for model in (METADATA["model"], METADATA["model"] | {"num_layers": 1}):
-        server = inference_server.prepare(str(tmp_path), sizes, expected=METADATA | {"model": model}).run()
+        server = startup.prepare(str(tmp_path), sizes, expected=METADATA | {"model": model}).run()
         server.close()
         assert server.engine.model == MODEL and server.scheduler.version == 0
         counts.append(compiled_steps.generate._cache_size())
@@ -330,7 +330,7 @@ def test_a_server_that_expects_its_model_compiles_before_the_weights_exist(tmp_p
     assert [count - first for count in later] == [1, 1, 2, 2]
     assert prefilled[1] - prefilled[0] == len(sizes.buckets)  # every length, until a version exists
     with pytest.raises(ValueError, match="no model and tokenizer; give"):
-        inference_server.prepare(str(tmp_path), sizes, expected={"model": METADATA["model"]})
+        startup.prepare(str(tmp_path), sizes, expected={"model": METADATA["model"]})
 
 
 def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_path, monkeypatch):
@@ -344,9 +344,7 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
             return [publisher.publish(tiny.params(MODEL, seed), v, metadata=METADATA) for v, seed in versions.items()]
 
     written = run(0, {0: 0, 1: 1, 2: 2, 3: 3})
-    server = inference_server.prepare(
-        str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex()
-    ).run()
+    server = startup.prepare(str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex()).run()
     try:
         assert server.update(None) == server.scheduler.version == 3
         shutil.copytree(tmp_path / "run", tmp_path / "late")  # as a slow relay still has it
@@ -363,10 +361,10 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
     # The next process: its floor is a file.
     floor = tmp_path / "floor.jsonl"
     head.HeadVerifier(server.key, floor).accept((tmp_path / "run" / "head.jsonl").read_bytes())
-    monkeypatch.setattr(inference_server, "START_S", 0.1)
-    monkeypatch.setattr(inference_server, "NOTICE_S", 0.1)
+    monkeypatch.setattr(startup, "START_S", 0.1)
+    monkeypatch.setattr(startup, "NOTICE_S", 0.1)
     with pytest.raises(TimeoutError, match="older than epoch"):
-        inference_server.prepare(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor)).run()
+        startup.prepare(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor)).run()
 
 
 def test_a_server_goes_on_with_the_honest_epoch_once_the_root_file_revokes_a_stolen_key(tmp_path, monkeypatch):
@@ -388,7 +386,7 @@ def test_a_server_goes_on_with_the_honest_epoch_once_the_root_file_revokes_a_sto
         path.write_bytes(first)
     publish_as(stolen, "run", [0, 1])
     shutil.copytree(tmp_path / "run", tmp_path / "thief")
-    server = inference_server.prepare(str(tmp_path / "run"), CONFIG, key=head.HeadVerifier(reader)).run()
+    server = startup.prepare(str(tmp_path / "run"), CONFIG, key=head.HeadVerifier(reader)).run()
     try:
         update = functools.partial(serving.asker(serve.make_control_app(server)), "POST", "/update_weights")
         with monkeypatch.context() as patch:  # an epoch of the year 5138
@@ -571,10 +569,10 @@ def test_swaps_on_a_mesh(tmp_path):
     """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
     publish(tmp_path / "own", 0)
     mesh = {"tensor": 2, "data": -1}
-    meshed = inference_server.prepare(str(tmp_path / "own"), CONFIG, mesh=mesh).run()
+    meshed = startup.prepare(str(tmp_path / "own"), CONFIG, mesh=mesh).run()
     meshed.sources = [str(tmp_path)]
     try:
-        down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
+        down = meshed.have.params["layers"]["000"]["mlp"]["down"]
         assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
         assert len(down.sharding.device_set) == 8
         swaps_under_load(meshed, tmp_path / "later", num_requests=12, num_swaps=4)
@@ -614,11 +612,11 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = inference_server.prepare_model(str(folders[0]), CONFIG, dtype="float32").run()
+    server = startup.prepare_model(str(folders[0]), CONFIG, dtype="float32").run()
     server.sources = list(map(str, folders))
     trees = [server.store.load(tree) for tree in trees]
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
-    request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
+    request = server.make_request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:
         assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
         monkeypatch.setattr(weights_lib, "_is_finite", lambda leaf: pytest.fail("a second copy is on the device"))

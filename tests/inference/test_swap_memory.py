@@ -11,7 +11,7 @@ import pytest
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.engine import weights
-from inference.server import inference_server
+from inference.server import startup
 from models import config as config_lib
 from models import transformer
 from models.kernels import cpu_transposed, int8
@@ -39,7 +39,7 @@ def peak_bytes(work) -> int:
 
 def swap_all(root: str) -> None:
     """Serves while two versions take turns; prints the peak of resident bytes without a swap, and with all."""
-    server = inference_server.prepare(root, CONFIG).run()
+    server = startup.prepare(root, CONFIG).run()
     ask = request_lib.GenerateRequest(range(8), max_tokens=20)
 
     def swap():

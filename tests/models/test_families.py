@@ -58,7 +58,7 @@ FAMILIES = {
     "gemma3": tiny.model(
         **DENSE
         | dict(family="gemma3", norm="rms_plus_one", post_norms=True, scale_embeddings=True, activation="gelu")
-        | dict(tie_embeddings=True, qk_norm=True, window=4, layer_pattern="SF", num_layers=5, attention_softcap=20.0)
+        | dict(tie_embeddings=True, qk_norm=True, window=4, layer_pattern="SF", num_layers=5)
         | dict(final_softcap=30.0, attention_scale=0.3, rope_local_theta=100.0, rope_scaling="linear", rope_factor=8.0)
     ),
 }
@@ -507,7 +507,7 @@ def draw_attention(T, dim=16, value_dim=16, dtype=np.float32):
     return q, k, v, attention.Packing(positions, segment_ids), rng.standard_normal(4).astype(np.float32)
 
 
-def attention_oracle(q, k, v, packing, sinks, *, window, scale, softcap):
+def attention_oracle(q, k, v, packing, sinks, *, window, scale):
     """Float64, one query at a time; rows of padding are zero."""
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b, t, h in np.ndindex(q.shape[:3]):
@@ -516,7 +516,6 @@ def attention_oracle(q, k, v, packing, sinks, *, window, scale, softcap):
         keys = [s for s in range(t + 1) if packing.segment_ids[b, s] == packing.segment_ids[b, t]]
         keys = [s for s in keys if not window or t - s < window]
         scores = np.array([q[b, t, h].astype(np.float64) @ k[b, s, h // 2] * scale for s in keys])
-        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores)
         total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[h])))
         out[b, t, h] = sum(w * v[b, s, h // 2] for w, s in zip(weights / total, keys, strict=True))
@@ -524,11 +523,11 @@ def attention_oracle(q, k, v, packing, sinks, *, window, scale, softcap):
 
 
 @pytest.mark.parametrize("kernel", ["one_block", "blocks", "splash"])
-@pytest.mark.parametrize(("window", "softcap", "sunk"), [(0, 0.0, False), (37, 0.0, True), (50, 3.0, False)])
-def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch):
+@pytest.mark.parametrize(("window", "sunk"), [(0, False), (37, True), (50, False)])
+def test_attention_equals_the_oracle(kernel, window, sunk, monkeypatch):
     """XLA in one block of queries and in several, and the TPU's kernel interpreted; 128 columns."""
     q, k, v, packing, sinks = draw_attention(128)
-    how = dict(window=window, scale=0.3, softcap=softcap)
+    how = dict(window=window, scale=0.3)
     want = attention_oracle(q, k, v, packing, sinks if sunk else None, **how)
     how["sinks_H"] = sinks if sunk else None
     if kernel == "splash":
@@ -540,15 +539,16 @@ def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch)
     np.testing.assert_allclose(np.asarray(got)[real], want[real], rtol=0, atol=2e-5)  # float32 sums of 128 terms
 
 
-@pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["tiles", "blocks"])
-def test_long_rows_hold_no_full_score_matrix(softcap, monkeypatch):
+@pytest.mark.parametrize("sunk", [False, True], ids=["tiles", "blocks"])
+def test_long_rows_hold_no_full_score_matrix(sunk, monkeypatch):
     """Forward and backward of 1024 columns in tiles or blocks of 64: no array of 1024 x 1024 per head in the program."""
     monkeypatch.setattr(cpu_attention, "TILE", 64)
     monkeypatch.setattr(attention, "BLOCK", 64)
-    q, k, v, packing, _ = draw_attention(1024, dim=4, value_dim=4)
+    q, k, v, packing, sinks = draw_attention(1024, dim=4, value_dim=4)
 
     def total(q, k, v):
-        return attention.attend_packed(q, k, v, packing, implementation="xla", softcap=softcap).sum()
+        sinks_H = sinks if sunk else None
+        return attention.attend_packed(q, k, v, packing, implementation="xla", sinks_H=sinks_H).sum()
 
     compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, k, v).compile()
     full = 2 * 4 * 1024 * 1024 * 4  # bytes of one float32 [B, H, T, T]

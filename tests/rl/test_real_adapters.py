@@ -16,7 +16,7 @@ import pytest
 from configs import finetune
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.server import inference_server
+from inference.server import startup
 from models import logprobs, lora, transformer
 from rl import sft
 from rl.batch import host_feed, packing
@@ -114,7 +114,7 @@ def test_a_bfloat16_base_learns_as_a_float32_one_and_versions_are_small(tmp_path
     for name, params in (("without", state.frozen), ("with", trained)):
         tree, metadata = exp.published(params)
         broadcast.publish(tree, 0, tmp_path / name, metadata=metadata)
-        with contextlib.closing(inference_server.prepare(str(tmp_path / name), ENGINE).run()) as server:
+        with contextlib.closing(startup.prepare(str(tmp_path / name), ENGINE).run()) as server:
             found[name] = errors(server, params, dataclasses.replace(exp.model, attention="auto"))
     print({name: (error.mean(), error.max()) for name, error in found.items()})
     assert found["with"].mean() < 1.5 * found["without"].mean() < 0.1

@@ -1,6 +1,6 @@
 """Rules for rollouts that belong to no run: a replay can be checked, prescribed tasks cannot."""
 
-from inference.engine import request
+from inference.rollouts import kept_sets
 from models import config as config_lib
 from rl.batch import router_replay
 from rl.verification import rules as rules_lib
@@ -17,7 +17,7 @@ def make(
         max_model_len=max_model_len,
         max_tokens=max_model_len,
         groups=lambda step: [],
-        filters=request.NO_FILTERS,
+        filters=kept_sets.OFF,
         tolerance=tolerance,
         experts=router_replay.RouterReplay.of(model),
     )

@@ -9,8 +9,8 @@ import random
 
 import numpy as np
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.interface import episode
 from rl.envs.recording import rollouts, tape
@@ -55,7 +55,7 @@ class Backend:
 def sample(tokens, tokenizer=TOKENIZER, *, version=0):
     """Returns a completion with these tokens, as an inference server sends it."""
     ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
-    return sample_lib.Sample(list(tokens), [-0.5] * len(tokens), [version] * len(tokens), version, ending, b"")
+    return completion_lib.Completion(list(tokens), [-0.5] * len(tokens), [version] * len(tokens), version, ending, b"")
 
 
 def session(backend, *, seed=7, number=0, limits=None, **options):

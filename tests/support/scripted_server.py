@@ -48,14 +48,15 @@ class Scripted(engine_lib.Engine):
         return super().insert_batch(prefix, rows, state, slots, request)
 
     def read(self, result):
-        tokens, logprobs, counts = (np.array(x) for x in super().read(result))
+        result = super().read(result)
+        tokens, valid, counts = np.array(result.tokens), np.array(result.valid), result.counts
         for slot, sample in enumerate(self.scheduler.slots if self.scheduler and self.script else ()):
             if sample is None or not counts[slot]:
                 continue
             prompt = TOK.decode(list(sample.group.request.tokens), skip_special=False)
             next_tokens = self.script(prompt)[len(sample.completion.tokens) :][: counts[slot]]
-            tokens[slot, : len(next_tokens)], counts[slot] = next_tokens, len(next_tokens)
-        return tokens, logprobs, counts
+            tokens[slot, : len(next_tokens)], valid[slot, len(next_tokens) :] = next_tokens, 0
+        return result.replace(tokens=tokens, valid=valid)
 
 
 def main() -> None:
@@ -66,7 +67,7 @@ def main() -> None:
     if args.tokenizer:
         TOK.save(args.tokenizer)
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 0))
-    engine = Scripted(MODEL, engine_lib.EngineConfig(8, 2048, 4, 4), TOK, params)
+    engine = Scripted(MODEL, engine_lib.EngineConfig(8, 2048, 4, 4), TOK)
     scheduler = scheduler_lib.Scheduler(engine, params, 3)
     engine.scheduler = scheduler
     scheduler.submit(request_lib.GenerateRequest((1, 2, 3), max_tokens=1)).result()

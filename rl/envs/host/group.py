@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from inference import client as client_lib
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
@@ -22,7 +22,7 @@ from rl.protocol import continuations, lease, noise_seed
 
 MAX_RUNS = 2  # of an episode that makes other calls when it runs again
 # (call, count) -> completions of the call with the seeds call.seed to call.seed + count - 1
-Generate = Callable[[session_lib.Call, int], Awaitable[list[sample_lib.Sample]]]
+Generate = Callable[[session_lib.Call, int], Awaitable[list[completion_lib.Completion]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Player:
     async def _episode(
         self, opening: "_Opening", group: lease.Lease, origin: rollouts_lib.Origin, number: int
     ) -> list[rollout_lib.Rollout]:
-        async def backend(call: session_lib.Call) -> sample_lib.Sample:
+        async def backend(call: session_lib.Call) -> completion_lib.Completion:
             return await opening.sample(call, number)
 
         options = {"seed": group.seed, "sample": number, "thinking": self.thinking}
@@ -151,7 +151,7 @@ async def roll_out(
 
 
 def make_rollouts(
-    run: Run, group: lease.Lease, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
+    run: Run, group: lease.Lease, task: environment.Task, prompt: list[int], samples: list[completion_lib.Completion]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
     P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
@@ -188,7 +188,7 @@ async def _play(
 ) -> list[rollout_lib.Rollout]:
     """Plays the episodes of a group; `complete` generates for its lease. Returns their unsigned rollouts."""
 
-    async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
+    async def generate(call: session_lib.Call, count: int) -> list[completion_lib.Completion]:
         asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
         oldest, epoch = max(group.min_version, call.oldest_version), max(group.epoch, call.epoch)
         return await complete(call.prompt, asked, oldest_version=oldest, policy_epoch=epoch)
@@ -206,9 +206,9 @@ class _Opening:
     def __init__(self, generate: Generate, seed: int, count: int):
         self._generate, self._seed, self._count = generate, seed, count
         self._begun: set[int] = set()  # numbers of episodes
-        self._requests: dict[tuple[int, ...], asyncio.Future[list[sample_lib.Sample]]] = {}
+        self._requests: dict[tuple[int, ...], asyncio.Future[list[completion_lib.Completion]]] = {}
 
-    async def sample(self, call: session_lib.Call, number: int) -> sample_lib.Sample:
+    async def sample(self, call: session_lib.Call, number: int) -> completion_lib.Completion:
         """Returns the completion of a call of an episode."""
         is_first = number not in self._begun and call.seed == noise_seed.stream_seed(self._seed, number, 0, ())
         self._begun.add(number)

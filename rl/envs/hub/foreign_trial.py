@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.catalog import catalog
 from rl.envs.foreign import host as foreign_host
@@ -88,14 +88,14 @@ class _Trial:
         return found | {"with_answer": 0, "shared": [], "num_shared": 0, "num_prompts": 0, "unmeasured": UNMEASURED}
 
     async def _play(self, name: str, index: int, reply: Callable[[random.Random], str]) -> dict:
-        tape: dict[session_lib.Key, sample_lib.Sample] = {}
+        tape: dict[session_lib.Key, completion_lib.Completion] = {}
 
-        async def backend(call: session_lib.Call) -> sample_lib.Sample:
+        async def backend(call: session_lib.Call) -> completion_lib.Completion:
             rng = random.Random(f"{call.key}")
             tokens = [*self._tokenizer.encode(reply(rng)), self._tokenizer.eos_id][: call.max_tokens]
             ending = "stop" if tokens[-1] in self._tokenizer.stop_ids else "length"
             count = len(tokens)
-            tape[call.key] = sample_lib.Sample(tokens, [0.0] * count, [0] * count, 0, ending, b"")
+            tape[call.key] = completion_lib.Completion(tokens, [0.0] * count, [0] * count, 0, ending, b"")
             return tape[call.key]
 
         session = session_lib.Session(self._tokenizer, backend, LIMITS, seed=0, sample=0)

@@ -26,17 +26,18 @@ from typing import Any
 
 import fastapi
 import pydantic
-import uvicorn
 from fastapi import responses
 
-from inference.server import schemas, web
-from inference.swarm import sample as sample_lib
+from inference.engine import request as request_lib
+from inference.rollouts import completion as completion_lib
+from inference.server import replies, schemas, web
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
 from sharding.system import sockets
 
 POLICY = "policy"  # the name of the trained model
+MAX_CONNECTIONS = 2**20  # of the programs of all episodes, which share one address
 # Fields that a request may set. All others must have the value of the run, or else their default.
 HONORED = {"model", "n", "seed", "max_tokens", "max_completion_tokens", "request_id"}
 HONORED |= {"add_special_tokens", "parse_special"}
@@ -92,10 +93,7 @@ class Endpoint:
         app.post("/s/{name}/inference/v1/generate")(self._generate)
         app.post("/s/{name}/tokenize")(self._tokenize)
         # Idle connections stay open, because a client that sends to one that just closed sees an error.
-        quiet = {"log_config": None, "log_level": "error", "access_log": False}  # else lines in the learner's console
-        config = uvicorn.Config(app, http="h11", lifespan="off", timeout_keep_alive=86400, **quiet)
-        config.access_log = False
-        self._server = _Server(config)
+        self._server = web.server(app, keep_alive_s=86400, max_connections=MAX_CONNECTIONS, takes_signals=False)
 
     async def __aenter__(self) -> "Endpoint":
         self._stack = contextlib.ExitStack()
@@ -137,9 +135,14 @@ class Endpoint:
         visit, body = self._visit(name), await web.read_schema(http, schemas.Chat)
         self._check(body, visit)
         session, messages = visit.session, [_plain_message(message) for message in body.messages]
-        given = {"tools": body.tools or () if body.tool_choice != "none" else (), "variables": _variables(body)}
-        options = given | {"max_tokens": _max_tokens(body), "trains": _trains(body)}
-        ask = lambda number: session.ask(messages, number=number, **options)  # noqa: E731
+        tools = body.tools or () if body.tool_choice != "none" else ()
+        max_tokens, trains, variables = _max_tokens(body), _trains(body), body.variables()
+
+        def ask(number: int):
+            return session.ask(
+                messages, tools=tools, variables=variables, number=number, max_tokens=max_tokens, trains=trains
+            )
+
         answers = await visit.run(_gather(ask, body.seed, body.n))
         return _chat_reply(self._tokenizer, body, [(one.message, one.prompt, one.sample) for one in answers])
 
@@ -161,44 +164,33 @@ class Endpoint:
         ids = [token for token in prompt if isinstance(token, int)]
         if not ids or len(ids) < len(prompt):
             raise ValueError("prompt is empty or a list of prompts; send one prompt per request")
-        samples, choices = await _complete(visit, body, ids, _trains(body)), []
+        samples, request = await _complete(visit, body, ids, _trains(body)), request_lib.GenerateRequest(ids)
+        formatter = replies.TextFormat(tokenizer, body, request)
+        recorded = {"prompt_token_ids": ids} if body.return_token_ids else {}
+        choices = []
         for index, sample in enumerate(samples):
-            choice: dict = {"index": index, "text": tokenizer.decode(sample.tokens)}
-            choice |= {"finish_reason": sample.finish_reason, "logprobs": None}
-            if body.logprobs is not None:
-                spelled = [entry["token"] for entry in _entries(tokenizer, body, sample)]
-                places = tokenizer.text_stream().offsets(sample.tokens)
-                choice["logprobs"] = {"tokens": spelled, "token_logprobs": sample.logprobs, "top_logprobs": None}
-                choice["logprobs"]["text_offset"] = places
-            recorded = {"token_ids": sample.tokens, "prompt_token_ids": ids}
-            choices.append(choice | (recorded if body.return_token_ids else {}))
-        return _reply(body, "text_completion", choices, _usage(ids, samples))
+            own = {"token_ids": sample.tokens} if body.return_token_ids else {}
+            choices.append({"index": index} | formatter.choice(index, sample) | own | recorded)
+        return _reply(body, formatter, choices, replies.usage([(request, samples)]))
 
     async def _generate(self, name: str, http: fastapi.Request):
         visit, body = self._visit(name), await web.read_schema(http, schemas.Generate)
         self._check(body, visit)
         self._check(body.sampling_params, visit)
         samples = await _complete(visit, body.sampling_params, body.token_ids, _trains(body))
-        choices = []
-        for index, sample in enumerate(samples):
-            pairs = zip(sample.tokens, sample.logprobs, strict=True)
-            content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
-            choice = {"index": index, "token_ids": sample.tokens, "finish_reason": sample.finish_reason}
-            choices.append(choice | {"logprobs": {"content": content}})
-        usage = _usage(body.token_ids, samples)
+        choices = [replies.token_choice(index, sample) for index, sample in enumerate(samples)]
+        usage = replies.usage([(request_lib.GenerateRequest(body.token_ids), samples)])
         return {"request_id": body.request_id or _content_id(choices), "choices": choices, "usage": usage}
 
     async def _tokenize(self, name: str, http: fastapi.Request):
         visit, body = self._visit(name), await web.read_schema(http, schemas.Tokenize)
         tokenizer = self._tokenizer
-        if (body.prompt is None) == (body.messages is None):
-            raise ValueError("the request has both or neither of prompt and messages; send one of them")
-        if body.prompt is not None:
-            ids = tokenizer.prompt_ids(body.prompt, **body.parsing())
+        if (prompt := body.given_prompt()) is not None:
+            ids = tokenizer.prompt_ids(prompt, **body.parsing())
         else:
             messages = [_plain_message(message) for message in body.messages or ()]
             options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
-            ids = tokenizer.render(messages, variables=_variables(body), **options).token_ids
+            ids = tokenizer.render(messages, variables=body.variables(), **options).token_ids
         return {"count": len(ids), "max_model_len": visit.session.limits.max_model_len, "tokens": ids}
 
     def _check(self, body: Any, visit: Visit) -> None:
@@ -217,23 +209,16 @@ class Endpoint:
             raise ValueError(f"stop_token_ids has {extra[0]}, which ends no completion of this model; leave it out")
         if (count := getattr(body, "n", 1)) < 1:
             raise ValueError(f"n = {count} is below 1; send 1 or more")
-        if getattr(body, "tool_choice", "auto") not in ("auto", "none"):
-            raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
-        if isinstance(body, schemas.Chat) and not (body.add_generation_prompt or body.continue_final_message):
-            raise ValueError("add_generation_prompt = false leaves the model no turn; leave it out")
+        if isinstance(body, schemas.Chat):
+            body.check_tool_choice()
+            if not (body.add_generation_prompt or body.continue_final_message):
+                raise ValueError("add_generation_prompt = false leaves the model no turn; leave it out")
         if int(getattr(body, "logprobs", 0) or 0) > 1:
             raise ValueError(f"logprobs = {body.logprobs}, but alternatives are not recorded; send 1")
 
 
 class _Closed(Exception):
     """Raised for a request to an episode that is not open."""
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the process that this server is a part of."""
-        yield
 
 
 def _cancel(visit: Visit) -> None:
@@ -283,11 +268,6 @@ def _session_id(call_id: str) -> str:
     return f"call_{found[1]}" if found else call_id
 
 
-def _variables(body: schemas.Template) -> dict | None:
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return (effort | body.chat_template_kwargs) or None
-
-
 def _max_tokens(body: Any) -> int | None:
     found = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if found is not None and found < 1:
@@ -299,9 +279,12 @@ def _trains(body: Any) -> bool:
     return getattr(body, "model", None) in (None, POLICY)
 
 
-async def _complete(visit: Visit, body: Any, prompt: list[int], trains: bool) -> list[sample_lib.Sample]:
-    options = {"max_tokens": _max_tokens(body), "trains": trains}
-    ask = lambda number: visit.session.complete_ids(prompt, number=number, **options)  # noqa: E731
+async def _complete(visit: Visit, body: Any, prompt: list[int], trains: bool) -> list[completion_lib.Completion]:
+    max_tokens = _max_tokens(body)
+
+    def ask(number: int):
+        return visit.session.complete_ids(prompt, number=number, max_tokens=max_tokens, trains=trains)
+
     return await visit.run(_gather(ask, body.seed, body.n))
 
 
@@ -315,33 +298,17 @@ async def _gather(ask: Callable[[int], Awaitable[Any]], first: int | None, count
 def _chat_reply(tokenizer: tokenizer_lib.Tokenizer, body: schemas.Chat, answers: Sequence) -> responses.Response:
     """Returns the reply to a chat of (message, prompt, sample), one per choice."""
     (_, prompt, _), choices = answers[0], []
-    place = _content_id(prompt)[:8]
+    request, place = request_lib.GenerateRequest(prompt), _content_id(prompt)[:8]
+    formatter = replies.ChatFormat(tokenizer, body, request)
     for index, (message, _, sample) in enumerate(answers):
         calls = [call | {"id": f"call_{place}_{at}"} for at, call in enumerate(message.get("tool_calls") or ())]
-        reason = "tool_calls" if calls and sample.finish_reason == "stop" else sample.finish_reason
         shown = message | ({"tool_calls": calls} if calls else {})
-        choice = {"index": index, "message": shown, "finish_reason": reason, "logprobs": None}
-        if body.logprobs:
-            choice["logprobs"] = {"content": _entries(tokenizer, body, sample)}
-        choices.append(choice | ({"token_ids": sample.tokens} if body.return_token_ids else {}))
-    usage = _usage(prompt, [sample for *_, sample in answers])
+        own = {"token_ids": sample.tokens} if body.return_token_ids else {}
+        ending = formatter.ending(index, sample, has_calls=bool(calls))
+        choices.append({"index": index, "message": shown} | ending | own)
     recorded = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    return _reply(body, "chat.completion", choices, usage, recorded)
-
-
-def _entries(tokenizer: tokenizer_lib.Tokenizer, body: Any, sample: sample_lib.Sample) -> list[dict]:
-    entries = []
-    for token, logprob in zip(sample.tokens, sample.logprobs, strict=True):
-        spelled = tokenizer.token_bytes(token)
-        is_number = getattr(body, "return_tokens_as_token_ids", False)
-        text = f"token_id:{token}" if is_number else tokenizer.spell(token)
-        entries.append({"token": text, "logprob": logprob, "bytes": [*spelled], "top_logprobs": []})
-    return entries
-
-
-def _usage(prompt: Sequence[int], samples: Sequence[sample_lib.Sample]) -> dict:
-    num_new = sum(len(sample.tokens) for sample in samples)
-    return {"prompt_tokens": len(prompt), "completion_tokens": num_new, "total_tokens": len(prompt) + num_new}
+    usage = replies.usage([(request, [sample for *_, sample in answers])])
+    return _reply(body, formatter, choices, usage, recorded)
 
 
 def _content_id(content: Any) -> str:
@@ -350,37 +317,36 @@ def _content_id(content: Any) -> str:
 
 
 def _reply(
-    body: Any, kind: str, choices: list[dict], usage: dict, fields: Mapping[str, Any] | None = None
+    body: Any,
+    formatter: replies.TextFormat,
+    choices: list[dict],
+    usage: dict,
+    fields: Mapping[str, Any] | None = None,
 ) -> responses.Response:
     """Returns a JSON reply, or a stream of events if the request asks for one."""
     name = getattr(body, "request_id", None) or f"cmpl-{_content_id([choices, usage])}"
+    kind = formatter.chunk_kind if body.stream else formatter.kind
     head: dict = {"id": name, "object": kind, "created": 0, "model": body.model or POLICY, **(fields or {})}
     if not body.stream:
         return responses.JSONResponse(head | {"choices": choices, "usage": usage})
-    if kind == "chat.completion":
-        head["object"] = "chat.completion.chunk"
 
     async def events() -> AsyncIterator[str]:
         for choice in choices:
             for piece in _pieces(choice):
-                yield f"data: {json.dumps(head | {'choices': [{'index': choice['index']} | piece]})}\n\n"
+                yield replies.event(head | {"choices": [piece]})
         if body.stream_options.include_usage:
-            yield f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n"
+            yield replies.event(head | {"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
     return responses.StreamingResponse(events(), media_type="text/event-stream")
 
 
-def _pieces(choice: dict) -> Iterator[dict]:
-    """Yields a choice as the pieces of a stream: the opening, each field of the message, and the end."""
-    if "text" in choice:
-        yield choice
-        return
-    message, open_end = choice["message"], {"finish_reason": None, "logprobs": None}
-    yield {"delta": {"role": "assistant", "content": ""}} | open_end
-    for name in ("reasoning_content", "content"):
-        if message.get(name):
-            yield {"delta": {name: message[name]}} | open_end
-    for index, call in enumerate(message.get("tool_calls", ())):
-        yield {"delta": {"tool_calls": [{"index": index} | call]}} | open_end
-    yield {name: value for name, value in choice.items() if name != "message"} | {"delta": {}}
+def _pieces(choice: dict) -> list[dict]:
+    """Returns a choice as the pieces of a stream. A message has two: the opening, and all of it."""
+    if "message" not in choice:
+        return [choice]
+    message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
+    delta = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": at} | call for at, call in enumerate(calls)]
+    return [{"index": choice["index"], **(replies.ChatFormat.opening or {})}, rest | {"delta": delta}]

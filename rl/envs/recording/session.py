@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.interface import episode
 from rl.protocol import noise_seed
@@ -69,7 +69,7 @@ class NotOnTape(Exception):
     """Raised by a session with a tape for a call that the tape lacks."""
 
 
-Backend = Callable[[Call], Awaitable[sample_lib.Sample]]
+Backend = Callable[[Call], Awaitable[completion_lib.Completion]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Turn:
     start: int
     end: int
     max_tokens: int
-    sample: sample_lib.Sample
+    sample: completion_lib.Completion
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,7 +106,7 @@ class Answer:
 
     message: dict
     prompt: list[int]
-    sample: sample_lib.Sample
+    sample: completion_lib.Completion
 
 
 class Session:
@@ -134,7 +134,7 @@ class Session:
         seed: int,
         sample: int,
         thinking: str = "keep",
-        tape: Mapping[Key, sample_lib.Sample] | None = None,
+        tape: Mapping[Key, completion_lib.Completion] | None = None,
         sampling: Mapping[str, float] | None = None,
         hold_s: float = 0.0,
     ):
@@ -152,7 +152,7 @@ class Session:
         self.cpu_s = 0.0  # of the slowest step of the program, as its host has reported so far
         # True once another machine may have ended a tool that this one did not, or the reverse
         self.has_slow_tool = False
-        self._calls: dict[Key, asyncio.Future[sample_lib.Sample]] = {}
+        self._calls: dict[Key, asyncio.Future[completion_lib.Completion]] = {}
         self._asked: set[Key] = set()  # since the program began, or began again
         self._num_running = 0
         # {digest of a conversation that ends with our message: (stream, end column, number)}
@@ -241,7 +241,7 @@ class Session:
 
     async def complete_ids(
         self, prompt: Sequence[int], *, max_tokens: int | None = None, number: int = 0, trains: bool = True
-    ) -> sample_lib.Sample:
+    ) -> completion_lib.Completion:
         """Returns the completion of a prompt of token IDs. Raises BudgetSpent."""
         key = Call(list(prompt), 0, 0, number).key
         self._asked.add(key)
@@ -275,7 +275,7 @@ class Session:
         made.set_result(sample)
         return sample
 
-    async def _answer(self, call: Call) -> sample_lib.Sample:
+    async def _answer(self, call: Call) -> completion_lib.Completion:
         if self._tape is None:
             assert self._backend is not None
             return await self._backend(call)

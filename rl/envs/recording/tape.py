@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from rl.envs.recording import session as session_lib
 
-Tape = dict[session_lib.Key, sample_lib.Sample]
+Tape = dict[session_lib.Key, completion_lib.Completion]
 
 
 def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], stop_ids: Collection[int]) -> Tape:
@@ -27,7 +27,7 @@ def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], stop_ids: Collection[in
                 )
             tokens = rollout.tokens[start:end].tolist()
             ending = "stop" if tokens[-1] in stop_ids else "length"
-            tape[key] = sample_lib.Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
+            tape[key] = completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
     return tape
 
 

@@ -1,7 +1,7 @@
 """The control routes of an orchestrator process, for its learner: POST /learner/CALL with a JSON object, for each call of `Host`.
 
 A reply is JSON, or bytes for rows and evaluations; status 202 asks the learner to repeat the call. The routes have a listener and a
-token of their own (inference/server/control_listener.py), which no worker has.
+token of their own (inference/server/guard.py), which no worker has.
 """
 
 import asyncio

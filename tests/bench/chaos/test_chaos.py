@@ -13,7 +13,7 @@ import pytest
 
 from bench.chaos import cheats, fault_schedule, tcp_link
 from bench.chaos import faults as faults_lib
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from rl.swarm import supervisor
 from tests.rl.swarm import test_swarm
 from tests.support import cheats as played_cheats
@@ -125,7 +125,7 @@ def forged(double):
     out = []
     for rollout in double.generate():
         P = rollout.prompt_length
-        sample = sample_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
+        sample = completion_lib.Completion(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
         tokens = np.array([*rollout.tokens[:P], *cheats.forged(sample).tokens], np.int32)
         out.append(doubles.signed(doubles.rewritten(double, rollout, tokens), logprobs=rollout.logprobs))
     return out
@@ -135,7 +135,7 @@ def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
     caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
     assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
     for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
-        assert cheats.forged(sample_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
+        assert cheats.forged(completion_lib.Completion(tokens, [], [], 0, "stop", b"")).tokens != tokens
 
 
 @pytest.mark.slow

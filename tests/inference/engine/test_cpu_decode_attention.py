@@ -12,7 +12,7 @@ from tests.support import tiny
 
 S, NUM_BLOCKS = 16, 3
 POSITIONS = (0, 15, 16, 40)  # the first and the last of a block, and one amid the last
-HOWS = [{}, {"scale": 0.3}, {"softcap": 2.0}, {"window": 5}, {"window": 20}, {"sinks": True}]
+HOWS = [{}, {"scale": 0.3}, {"window": 5}, {"window": 20}, {"sinks": True}]
 
 
 def case(K, G, C, V, dtype=jnp.float32, positions=POSITIONS):
@@ -34,7 +34,7 @@ def step(blocks, new, positions, **how):
     return jax.jit(lambda *args: cpu_decode_attention.step(*args, **how))(blocks, *new, positions)
 
 
-def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, softcap=0.0, window=0, sinks_H=None):
+def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, window=0, sinks_H=None):
     """float64, one head after the other."""
     G = len(q_HC) // len(k_KSC)
     first = max(0, position - window + 1) if window else 0
@@ -42,7 +42,6 @@ def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, softcap=0.0, window=0,
     for h, q in enumerate(np.asarray(q_HC, np.float64)):
         k, v = (np.asarray(x[h // G, first : position + 1], np.float64) for x in (k_KSC, v_KSV))
         scores = k @ q * (len(q) ** -0.5 if scale is None else scale)
-        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores)
         out.append(weights @ v / (weights.sum() + (0 if sinks_H is None else np.exp(np.float64(sinks_H[h])))))
     return np.stack(out)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_layers, cpu_sub_batches, weights
+from inference.engine import cpu_layers, cpu_sub_batches, jetstream_engine, weights
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -55,15 +55,19 @@ class Recording(engine_lib.Engine):
 
 
 def engine(model=MODEL, **changes):
-    single = dataclasses.replace(model, scan_layers=False)
+    return Recording(model, dataclasses.replace(CONFIG, **changes), tokenizer_lib.byte_chatml())
+
+
+def weights_of(made):
+    """Returns the weights of an engine's model, output-major, as a server keeps them."""
+    single = dataclasses.replace(made.model, scan_layers=False)
     store = weights.Store(single, mesh_lib.create({}, devices=jax.local_devices()[:1]))
-    params = store.load(tiny.params(single, 5))  # output-major, as a server keeps them
-    return Recording(model, dataclasses.replace(CONFIG, **changes), tokenizer_lib.byte_chatml(), params)
+    return store.load(tiny.params(single, 5))
 
 
 def complete(made, requests, params=None):
     """Returns the completions of requests submitted together."""
-    scheduler = scheduler_lib.Scheduler(made, made.load_params() if params is None else params, 0)
+    scheduler = scheduler_lib.Scheduler(made, weights_of(made) if params is None else params, 0)
     futures = [scheduler.submit(request) for request in requests]
     results = [sample for future in futures for sample in future.result(WAIT_S)]
     scheduler.close()
@@ -157,7 +161,7 @@ def test_experts_and_long_prompts(layered, monkeypatch):
 def test_a_conversation_goes_on_after_the_state_shrank(layered):
     """A sequence that ended in a slot that is given up, or moved, is copied, and read again by its next turn."""
     made = engine()
-    scheduler = scheduler_lib.Scheduler(made, made.load_params() or {}, 0)
+    scheduler = scheduler_lib.Scheduler(made, weights_of(made), 0)
     first = [Ask(tuple(b"turn %d" % n), seed=n, max_tokens=60 if n == 3 else 28) for n in range(4)]
     ended = [future.result(WAIT_S)[0] for future in map(scheduler.submit, first)]
     turns = [(*request.tokens, *done.tokens, 32, 33) for request, done in zip(first, ended, strict=True)]
@@ -175,6 +179,8 @@ def test_sizes_of_an_unused_state(layered):
     state = made.init_decode_state()
     assert made.sizes(state) == (1, 32) and made.fitting(3, 33) == (4, 64) and made.fitting(8, 176) == (8, 192)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state[0].cache)]
-    prefix = made.prefill(params=made.load_params(), padded_tokens=jnp.arange(16), true_length=9)
-    state = made.insert(prefix, state, 0)
+    params = weights_of(made)
+    adapter = jetstream_engine.JetStreamEngine(made, params)
+    prefix = adapter.prefill(params=params, padded_tokens=jnp.arange(16), true_length=9)
+    state = adapter.insert(prefix, state, 0)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state[0].cache)] == before

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from inference.engine import cpu_sub_batches
+from inference.engine import cpu_sub_batches, jetstream_engine
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
@@ -25,13 +25,12 @@ pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
 def engine(model=MODEL, **changes):
-    params = jax.device_put(tiny.params(model, 5))
-    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml(), params)
+    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml())
 
 
 def complete(made, requests, cancelled=()):
     """Returns the completions of requests submitted together, while `cancelled` ones start and are given up."""
-    scheduler = scheduler_lib.Scheduler(made, made.load_params(), 0)
+    scheduler = scheduler_lib.Scheduler(made, jax.device_put(tiny.params(made.model, 5)), 0)
     others = [scheduler.submit(request) for request in cancelled]
     futures = [scheduler.submit(request) for request in requests]
     for other in others:
@@ -68,19 +67,21 @@ def test_experts_are_those_of_the_slot():
 def test_one_slot_of_either_sub_batch(slot):
     """JetStream's contract: the other sub-batch's slots stay empty."""
     made, alone = engine(), engine(num_slots=4)
-    tokens_T = np.array([104, 101, 108, 108, 111, 0, 0, 0], np.int32)
+    tokens_T, params = np.array([104, 101, 108, 108, 111, 0, 0, 0], np.int32), jax.device_put(tiny.params(MODEL, 5))
     got = []
     for one, where in ((made, slot), (alone, slot % 4)):
-        prefix = one.prefill(params=one.load_params(), padded_tokens=tokens_T, true_length=5)
-        state = one.insert(prefix, one.init_decode_state(), where)
-        state, result = one.generate(one.load_params(), state)
-        tokens, logprobs, counts = one.read(result)
-        assert counts.tolist() == [8 * (n == where) for n in range(len(counts))]
-        got.append((tokens[where], logprobs[where], *one.top_values(state, where, 0, 5)))
-        stopped = np.full((len(counts),), len(counts), np.int32)
+        adapter = jetstream_engine.JetStreamEngine(one, params)
+        prefix = adapter.prefill(params=params, padded_tokens=tokens_T, true_length=5)
+        state = adapter.insert(prefix, one.init_decode_state(), where)
+        state, result = one.generate(params, state)
+        result = one.read(result)
+        num_slots = len(result.counts)
+        assert result.counts.tolist() == [8 * (n == where) for n in range(num_slots)]
+        got.append((result.tokens[where], result.logprobs[where], *one.top_values(state, where, 0, 5)))
+        stopped = np.full((num_slots,), num_slots, np.int32)
         stopped[0] = where
-        state, result = one.generate(one.load_params(), one.deactivate(state, stopped))
-        assert not one.read(result)[2].any()
+        state, result = one.generate(params, one.deactivate(state, stopped))
+        assert not one.read(result).counts.any()
     for a, b in zip(*got, strict=True):
         np.testing.assert_array_equal(a, b)
 

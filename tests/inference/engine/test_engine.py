@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from inference.engine import engine as engine_lib
-from inference.engine import jetstream_shim, kv_cache, sampler  # noqa: F401  (the shim is before jetstream)
+from inference.engine import jetstream_engine, kv_cache, sampler
 from inference.engine import request as request_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -40,7 +40,7 @@ def params():
 @functools.cache
 def alone(ask):
     """Returns the completion of a request that has an engine for itself."""
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params()), params(), 0)
+    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, CONFIG, TOKENIZER), params(), 0)
     (sample,) = scheduler.submit(ask).result(60)
     scheduler.close()
     return sample.tokens, sample.logprobs
@@ -210,7 +210,7 @@ def test_a_stock_jetstream_driver_runs_the_engine(orchestrator, num_slots):
     """
     prompts = ["hello", "a", "the quick brown", "x = 1", "fifth", "sixth"]
     sizes = dataclasses.replace(CONFIG, num_slots=num_slots)
-    made = engine_lib.Engine(MODEL, sizes, TOKENIZER, params())
+    made = jetstream_engine.JetStreamEngine(engine_lib.Engine(MODEL, sizes, TOKENIZER), params())
     got = drive(orchestrator, made, prompts, max_tokens=10)
     for prompt, tokens in zip(prompts, got, strict=True):
         ask = Ask(tuple(TOKENIZER.encode(prompt)), seed=0, max_tokens=10)

@@ -23,13 +23,12 @@ S, W, LAYERS = 8, 4, 3
 pytestmark = pytest.mark.usefixtures("pages_of_8")
 
 
-def plain(q_HC, k_SKC, v_SKC, scale, softcap):
+def plain(q_HC, k_SKC, v_SKC, scale):
     """One query head after the other, in float64."""
     out = np.zeros(q_HC.shape)
     for head, query in enumerate(q_HC):
         group = head // (len(q_HC) // k_SKC.shape[1])
         scores = k_SKC[:, group] @ query * scale
-        scores = softcap * np.tanh(scores / softcap) if softcap else scores
         weights = np.exp(scores - scores.max())
         out[head] = weights / weights.sum() @ v_SKC[:, group]
     return out
@@ -69,16 +68,16 @@ class Case:
         rows = np.moveaxis(pages.reshape(len(pages), W * S, -1), 0, 1)[: self.position[slot]]
         return np.concatenate([rows, np.asarray(new[slot].astype(jnp.float32), np.float64)])
 
-    def expected(self, slot, scale, softcap):
+    def expected(self, slot, scale):
         halves = jnp.split(self.cache, 2, axis=-1)
         k, v = (self.sequence(x, new, slot) for x, new in zip(halves, (self.k, self.v), strict=True))
-        return plain(np.asarray(self.q[slot, 0].astype(jnp.float32), np.float64), k, v, scale, softcap)
+        return plain(np.asarray(self.q[slot, 0].astype(jnp.float32), np.float64), k, v, scale)
 
 
-def check(case, tolerance, scale=None, softcap=0.0):
-    out, cache = case.run(scale=scale, softcap=softcap)
+def check(case, tolerance, scale=None):
+    out, cache = case.run(scale=scale)
     for slot in np.flatnonzero(case.active):
-        wanted = case.expected(slot, case.q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        wanted = case.expected(slot, case.q.shape[-1] ** -0.5 if scale is None else scale)
         np.testing.assert_allclose(out[slot], wanted, atol=tolerance)
     # Only the new keys of active slots are written, in their layer.
     for old, new, rows in zip(*(jnp.split(x, 2, axis=-1) for x in (case.cache, cache)), (case.k, case.v), strict=True):
@@ -101,40 +100,40 @@ def shuffled(case):
 
 
 @pytest.mark.parametrize("page_dtype", paged_cache.DTYPES)
-@pytest.mark.parametrize(("H", "K", "softcap"), [(1, 1, 0.0), (4, 2, 0.0), (8, 1, 5.0), (16, 1, 0.0)])
-def test_gathered_pages(H, K, softcap, page_dtype):
+@pytest.mark.parametrize(("H", "K"), [(1, 1), (4, 2), (8, 1), (16, 1)])
+def test_gathered_pages(H, K, page_dtype):
     for seed in range(5):
         case = Case(seed, H, K, 16, jnp.float32, seed % LAYERS, page_dtype)
-        before = check(case, 2e-6, softcap=softcap, scale=0.3)  # float32, sums of up to 32 keys
-        np.testing.assert_array_equal(check(shuffled(case), 2e-6, softcap=softcap, scale=0.3)[0], before[0])
+        before = check(case, 2e-6, scale=0.3)  # float32, sums of up to 32 keys
+        np.testing.assert_array_equal(check(shuffled(case), 2e-6, scale=0.3)[0], before[0])
 
 
 @pytest.mark.parametrize(
-    ("H", "K", "C", "softcap", "page_dtype"),
+    ("H", "K", "C", "page_dtype"),
     [
-        (2, 2, 128, 0.0, ""),
-        (16, 2, 128, 5.0, ""),
-        (4, 2, 128, 0.0, "float8_e4m3fn"),
-        (9, 3, 64, 0.0, ""),  # of SmolLM2-135M
-        (4, 1, 64, 5.0, "float8_e4m3fn"),
-        (2, 1, 192, 0.0, ""),
+        (2, 2, 128, ""),
+        (16, 2, 128, ""),
+        (4, 2, 128, "float8_e4m3fn"),
+        (9, 3, 64, ""),  # of SmolLM2-135M
+        (4, 1, 64, "float8_e4m3fn"),
+        (2, 1, 192, ""),
     ],
 )
-def test_kernel_of_a_tpu(H, K, C, softcap, page_dtype, monkeypatch):
+def test_kernel_of_a_tpu(H, K, C, page_dtype, monkeypatch):
     """A slot without a sequence is in between. No number of a page that its sequence does not reach counts, not even a NaN."""
     monkeypatch.setattr(mesh_lib, "platform", lambda: "tpu")
     monkeypatch.setattr(paged_attention, "MAX_PAGES", 3)  # of four: a slot's last step has fewer
     with pltpu.force_tpu_interpret_mode():
         case = Case(H, H, K, C, jnp.bfloat16, 1, page_dtype)
         case.active[1] = False
-        before = check(case, 0.02, softcap=softcap)  # outputs of up to 3 in bfloat16, whose steps there are 2^-7
-        np.testing.assert_array_equal(check(shuffled(case), 0.02, softcap=softcap)[0], before[0])
+        before = check(case, 0.02)  # outputs of up to 3 in bfloat16, whose steps there are 2^-7
+        np.testing.assert_array_equal(check(shuffled(case), 0.02)[0], before[0])
         for slot in range(case.B):
             case.cache = case.cache.at[:, :, case.table[slot, case.position[slot] // S + 1 :]].set(jnp.nan)
             case.cache = case.cache.at[
                 :, :, case.table[slot, case.position[slot] // S], case.position[slot] % S + 1 :
             ].set(jnp.nan)
-        np.testing.assert_array_equal(case.run(softcap=softcap)[0][0], before[0])
+        np.testing.assert_array_equal(case.run()[0][0], before[0])
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 4])
@@ -209,7 +208,7 @@ def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor, 
     placed = weights.Store(MODEL, mesh).shardings
     old, new = (jax.device_put(tiny.params(MODEL, seed), placed) for seed in (1, 2))
     config = dataclasses.replace(CONFIG, page_dtype=page_dtype)
-    engine = engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), old, mesh)
+    engine = engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), mesh)
     prompt = np.arange(1, 20, dtype=np.int32)
     request = request_lib.GenerateRequest(tuple(prompt.tolist()), max_tokens=40, temperature=0.7, seed=5, proofs=True)
     arrays = decode_state.request_arrays([request], 1)
@@ -231,7 +230,8 @@ def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor, 
             table = np.zeros((3, 8), np.int32)
             table[slot] = pages
             state, result = engine.generate(old if call < 2 else new, state, None, table)
-            read.append([np.asarray(x)[slot] for x in (result.data, result.proof_indices, result.proof_bits)])
+            columns = result.tokens, result.valid, result.logprobs, result.proof_indices, result.proof_bits
+            read.append([np.asarray(x)[slot] for x in columns])
         return read
 
     for stayed, moved in zip(run(False), run(True), strict=True):
@@ -252,7 +252,7 @@ def test_what_pages_do_not_support(change, mesh, message):
     model, mesh = tiny.model(**change), mesh_lib.create(mesh, None if mesh else jax.devices()[:1])
     config = dataclasses.replace(CONFIG, num_slots=4)
     with pytest.raises(ValueError, match=f"inference.num_pages.*{message}.*set it to"):
-        engine_lib.Engine(model, config, tokenizer_lib.byte_chatml(), None, mesh)
+        engine_lib.Engine(model, config, tokenizer_lib.byte_chatml(), mesh)
 
 
 def test_fewer_pages_than_one_sequence_needs():

@@ -38,7 +38,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def server():
-    engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER, params())
+    engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER)
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
     yield inference_server.InferenceServer(None, scheduler, engine, weights.Store(MODEL, engine.mesh))
     scheduler.close()
@@ -61,7 +61,7 @@ def oracle(tokens):
 
 def check(prompt, completion):
     """Compares sets: two experts of nearly the same score may change places between programs."""
-    expected, got = oracle((*prompt, *completion.tokens)), completion.experts
+    expected, got = oracle((*prompt, *completion.tokens)), completion.experts[:, [0, 2]]
     assert got.dtype == np.uint8 and got.shape == expected.shape == (len(prompt) + len(completion.tokens) - 1, 2, 2)
     np.testing.assert_array_equal(np.sort(got, axis=-1), np.sort(expected, axis=-1))
 
@@ -158,7 +158,7 @@ def test_a_start_that_cannot_be(ask, start, words):
 
 
 def test_a_server_that_records_no_experts_rejects_requests_for_them():
-    engine = engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, routed_experts=False), TOKENIZER, params())
+    engine = engine_lib.Engine(MODEL, dataclasses.replace(CONFIG, routed_experts=False), TOKENIZER)
     scheduler = scheduler_lib.Scheduler(engine, params(), 0)
     with pytest.raises(ValueError, match="Start it with --routed_experts"):
         scheduler.submit(Request(HELLO))
@@ -174,7 +174,7 @@ def test_experts_on_a_mesh_and_in_stacked_layers(server, scan_layers):
     mesh = mesh_lib.create({"tensor": 2, "data": 4})
     tree = stacking.stack(params(), model) if scan_layers else params()
     placed = jax.device_put(tree, weights.Store(model, mesh).shardings)
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(model, CONFIG, TOKENIZER, placed, mesh), placed, 0)
+    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(model, CONFIG, TOKENIZER, mesh), placed, 0)
     for prompt in (tuple(HELLO), tuple(range(50))):
         (completion,) = scheduler.submit(Request(prompt, max_tokens=12, seed=6)).result(WAIT_S)
         check(prompt, completion)

@@ -16,7 +16,7 @@ from inference.engine import compiled_steps, kv_cache, weights
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server
+from inference.server import startup
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl import rollout_system
@@ -56,10 +56,10 @@ def params(name, version=0):
 def make(name, config=CONFIG, **axes):
     """Returns (engine, weights) on a mesh; without axes, on one device."""
     if not axes:
-        return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), params(name)), params(name)
+        return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml()), params(name)
     mesh = mesh_lib.create(axes, jax.devices()[: int(np.prod(list(axes.values())))])
     placed = jax.device_put(params(name), weights.Store(MODELS[name], mesh).shardings)
-    return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), placed, mesh), placed
+    return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), mesh), placed
 
 
 def answers(engine, placed, asks):
@@ -181,7 +181,7 @@ def test_calls_between_generates_leave_the_layout_alone():
 def test_an_impossible_mesh_is_refused(axes, words):
     config = dataclasses.replace(CONFIG, num_slots=4)
     with pytest.raises(ValueError) as error:
-        _ = weights.Store(DENSE, inference_server.host_mesh(axes, config)).shardings
+        _ = weights.Store(DENSE, startup.host_mesh(axes, config)).shardings
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 

@@ -52,7 +52,7 @@ def params(version=0):
 @functools.cache
 def engine(num_pages=CONFIG.num_pages):
     config = dataclasses.replace(CONFIG, num_pages=num_pages)
-    return engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), params())
+    return engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml())
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import concurrent.futures
 import numpy as np
 
 from inference.engine import request as request_lib
-from inference.scheduler import arrivals
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 
@@ -16,15 +15,15 @@ def group(**changes):
 
 
 def test_an_arrival_window_ends_full_late_or_after_a_gap():
-    window = arrivals.ArrivalWindow(num_slots=4)
+    window = slots_lib.ArrivalWindow(num_slots=4)
     assert not window.is_next_likely(0.0)
-    assert [window.add(1, 10.0), window.add(2, 10.01)] == [arrivals.GAP_S] * 2
+    assert [window.add(1, 10.0), window.add(2, 10.01)] == [slots_lib.GAP_S] * 2
     assert window.add(1, 10.02) == 0.0  # four samples fill four slots
     window.reopen()
-    assert window.add(1, 20.0) == arrivals.GAP_S and window.add(1, 20.0 + arrivals.GATHER_S) == 0.0
-    last_s = 20.0 + arrivals.GATHER_S
-    assert window.is_next_likely(last_s + 0.99 * arrivals.RECENT_S)
-    assert not window.is_next_likely(last_s + 1.01 * arrivals.RECENT_S)
+    assert window.add(1, 20.0) == slots_lib.GAP_S and window.add(1, 20.0 + slots_lib.GATHER_S) == 0.0
+    last_s = 20.0 + slots_lib.GATHER_S
+    assert window.is_next_likely(last_s + 0.99 * slots_lib.RECENT_S)
+    assert not window.is_next_likely(last_s + 1.01 * slots_lib.RECENT_S)
 
 
 def test_the_likeliest_tokens_are_those_that_can_be_drawn():

@@ -17,8 +17,9 @@ import pytest
 from inference.engine import compiled_steps
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
-from inference.scheduler import arrivals, prefill_queue
+from inference.scheduler import prefill_queue
 from inference.scheduler import scheduler as scheduler_lib
+from inference.scheduler import slots as slots_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from tests.support import proofs as proofs_lib
@@ -39,7 +40,7 @@ def params(version=0):
 
 
 def engine(kind=engine_lib.Engine, config=CONFIG):
-    return kind(MODEL, config, tokenizer_lib.byte_chatml(), params())
+    return kind(MODEL, config, tokenizer_lib.byte_chatml())
 
 
 class Stepped(engine_lib.Engine):
@@ -392,7 +393,7 @@ def test_no_future_hangs_when_submitters_race_with_close(start):
     assert len(done) >= 50 and not hanging
 
 
-@pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "read_proofs"])
+@pytest.mark.parametrize("method", ["prefill_batch", "insert_batch", "generate", "read"])
 def test_an_engine_that_breaks_fails_every_request_and_ends_the_thread(start, monkeypatch, method):
     """Requests in slots, prefilled, in the failing call, and waiting."""
 
@@ -674,13 +675,13 @@ def test_calls_end_where_a_slot_is_due(start):
 
 def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypatch):
     scheduler, stepped = start(Stepped)
-    monkeypatch.setattr(arrivals, "RECENT_S", 1e9)
+    monkeypatch.setattr(slots_lib, "RECENT_S", 1e9)
     future, seen = scheduler.submit(Ask(max_tokens=24)), []
     for recent_s in (1e9, 0.0, 0.0, 0.0):  # the steps of the call that waits now were chosen before
 
         def look(recent_s=recent_s):
             seen.append(scheduler.stats["decode_steps"])
-            monkeypatch.setattr(arrivals, "RECENT_S", recent_s)
+            monkeypatch.setattr(slots_lib, "RECENT_S", recent_s)
 
         stepped.step(look)
     stepped.run()
@@ -689,7 +690,7 @@ def test_calls_are_short_while_slots_are_free_and_requests_come(start, monkeypat
 
 def test_an_idle_engine_gathers_requests(start, monkeypatch):
     """It waits for as many as there are slots (test_policies.py has the rule), and they share one call."""
-    monkeypatch.setattr(arrivals, "GAP_S", WAIT_S)
+    monkeypatch.setattr(slots_lib, "GAP_S", WAIT_S)
     scheduler, stepped = start(Stepped)
     futures = [scheduler.submit(Ask(seed=seed, max_tokens=1)) for seed in range(3)]
     assert not stepped.entered.acquire(timeout=0.2)
@@ -734,19 +735,14 @@ class Poisoned(Stepped):
     logprob = hidden = False
 
     def read(self, result):
-        tokens, logprobs, counts = super().read(result)
-        if self.logprob:
-            logprobs = logprobs.copy()
-            logprobs[0, 0] = np.nan
-        return tokens, logprobs, counts
-
-    def read_proofs(self, result):
-        indices, bits = super().read_proofs(result)
+        result = super().read(result)
+        logprobs, bits = np.array(result.logprobs), np.array(result.proof_bits)
         assert not bits[2:].any()  # only the first two slots want proofs
+        if self.logprob:
+            logprobs[0, 0] = np.nan
         if self.hidden:
-            bits = bits.copy()
             bits[0, :, 5] = 0x7FC0  # NaN in bfloat16
-        return indices, bits
+        return result.replace(logprobs=logprobs, proof_bits=bits)
 
 
 @pytest.mark.parametrize("flag", ["logprob", "hidden"])

@@ -14,7 +14,7 @@ import pytest
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.server import inference_server
+from inference.server import startup
 from models import logprobs, lora, transformer
 from models.kernels import cpu_transposed
 from rl.verification import verifier
@@ -84,7 +84,7 @@ def assert_samples_from(server, name, version):
 def test_versions_bring_adapters_alone(tmp_path, name, snapshot_every):
     to = publisher(tmp_path, snapshot_every)
     publish(to, name, 0)
-    with contextlib.closing(inference_server.prepare(str(tmp_path), CONFIG).run()) as server:
+    with contextlib.closing(startup.prepare(str(tmp_path), CONFIG).run()) as server:
         assert_samples_from(server, name, 0)
         base = jax.tree.leaves(server.have.params[lora.BASE])
         for version in (1, 2):
@@ -95,14 +95,14 @@ def test_versions_bring_adapters_alone(tmp_path, name, snapshot_every):
             if name == "float32":
                 assert server.weights.stats()["num_bytes"] - before < 1.5 * NUM_ADAPTER_BYTES
             assert_samples_from(server, name, version)
-    with contextlib.closing(inference_server.prepare(str(tmp_path), CONFIG).run()) as late:
+    with contextlib.closing(startup.prepare(str(tmp_path), CONFIG).run()) as late:
         assert_samples_from(late, name, 2)
 
 
 def test_the_base_of_a_server_in_int8_is_quantized_once(tmp_path):
     to = publisher(tmp_path)
     publish(to, "float32", 0)
-    with contextlib.closing(inference_server.prepare(str(tmp_path), CONFIG, quantize="int8").run()) as server:
+    with contextlib.closing(startup.prepare(str(tmp_path), CONFIG, quantize="int8").run()) as server:
         before = jax.tree.leaves(server.scheduler._params)
         publish(to, "float32", 1)
         assert server.update(1) == 1
@@ -142,7 +142,7 @@ def other_base(tree):
 )
 def test_other_adapters_are_refused_and_the_old_ones_serve_on(tmp_path, spoil, config, words):
     publish(publisher(tmp_path), "float32", 1)
-    with contextlib.closing(inference_server.prepare(str(tmp_path), CONFIG).run()) as server:
+    with contextlib.closing(startup.prepare(str(tmp_path), CONFIG).run()) as server:
         tree = jax.tree.map(np.array, lora.published(policy("float32", 2, config)))
         spoil(tree)
         publish(publisher(tmp_path), "float32", 2, tree=tree, config=config)

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference import serve
 from inference.engine import weights as weights_lib
-from inference.server import control_listener, guard, inference_server, web, weight_sources
+from inference.server import guard, inference_server, web
 from models import hf, transformer
 from sharding import broadcast
 from sharding.download import source
@@ -368,17 +368,17 @@ def test_a_path_that_is_not_allowed_says_nothing_about_files(server, path):
 def test_an_allow_list_compares_whole_parts():
     sources = "/srv/a http://host:1/w http://user:secret@host/w gs://bucket".split()
     for good in "/srv/a /srv/a/b http://host:1/w http://host:1/w/ http://host:1/w/x gs://bucket/x".split():
-        assert weight_sources.check(good, sources) == good
+        assert inference_server.checked_source(good, sources) == good
     for bad in "/srv/ab /srv http://host:1/ http://host:1/ww http://host:10/w http://host/w gs://bucket-2/x".split():
         with pytest.raises(ValueError, match="not one of this server's sources"):
-            weight_sources.check(bad, sources)
+            inference_server.checked_source(bad, sources)
 
 
 # ---- the listener, its token, and who has it -------------------------------------------------------------------------
 
 
 def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, capsys):
-    with control_listener.opened("", None, ()) as listener:
+    with guard.control_listener("", None, ()) as listener:
         path = sockets.address(listener.sock).removeprefix("unix:")
         modes = [stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))]
         assert modes == [0o600, 0o700] and listener.token is None and listener.hosts is None
@@ -386,11 +386,11 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, c
             sockets.listen_unix(path)
     assert not os.path.exists(os.path.dirname(path))
     monkeypatch.chdir(tmp_path)
-    with control_listener.opened("8200", None, ()) as listener:  # a path: nothing listens on all addresses
+    with guard.control_listener("8200", None, ()) as listener:  # a path: nothing listens on all addresses
         assert sockets.address(listener.sock) == "unix:8200"
     assert not os.path.exists("8200")
     for control, hosts in ((str(tmp_path / "socket"), None), ("localhost:0", {"localhost", "box"})):
-        with control_listener.opened(control, str(tmp_path / "t"), ["box"]) as listener:
+        with guard.control_listener(control, str(tmp_path / "t"), ["box"]) as listener:
             assert (listener.token, listener.hosts) == ((tmp_path / "t").read_text().strip(), hosts)
     for control in ("127.0.0.1:0", "0.0.0.0:0", "[::1]:0", "localhost:0"):
         assert serve.main(["--model", "nowhere", "--port", "0", "--control", control]) == 1

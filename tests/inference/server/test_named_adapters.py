@@ -17,7 +17,7 @@ from inference import serve
 from inference.adapters import adapter_set
 from inference.engine import cpu_layers, cpu_sub_batches, request
 from inference.engine import engine as engine_lib
-from inference.server import inference_server
+from inference.server import startup
 from models import hf, logprobs, lora, transformer
 from models.hf import adapter_file, safetensors_file, tensor_names
 from models.text import tokenizer as tokenizer_lib
@@ -89,7 +89,7 @@ def server(request, folders, monkeypatch):
         config = dataclasses.replace(SIZES, num_pages=24)
     named = {name: str(folders / name) for name in ("blue", "red")}
     options = {"adapters": named, "max_adapters": 3, "dtype": "float32"}
-    prepared = inference_server.prepare_model(str(folders / "base"), config, **options)
+    prepared = startup.prepare_model(str(folders / "base"), config, **options)
     assert prepared.engine.follows_load == (kind == "follows the load") == cpu_layers.fits(MODEL)
     with contextlib.closing(prepared.run()) as server:
         server.allows_adapters = True
@@ -180,7 +180,7 @@ def test_wrong_folders_are_refused_in_one_line(folders, tmp_path):
             write_adapter(tmp_path / name, tensors, **fields)
         options = {"adapters": {"x": str(tmp_path / name)}, "max_adapter_rank": 8}
         with pytest.raises(ValueError) as error:
-            inference_server.prepare_model(str(folders / "base"), SIZES, dtype="float32", **options)
+            startup.prepare_model(str(folders / "base"), SIZES, dtype="float32", **options)
         assert "\n" not in str(error.value)
         return str(error.value)
 

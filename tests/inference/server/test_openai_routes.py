@@ -43,7 +43,7 @@ TOOL = {"type": "function", "function": ADD}
 @pytest.fixture(scope="module")
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
-    engine = scripted_server.Scripted(MODEL, CONFIG, TOK, params)
+    engine = scripted_server.Scripted(MODEL, CONFIG, TOK)
     engine.script = None
     scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
     yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))

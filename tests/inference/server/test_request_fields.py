@@ -41,7 +41,7 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
-    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params)
+    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml())
     scheduler = scheduler_lib.Scheduler(engine, params, 0)
     yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     scheduler.close()

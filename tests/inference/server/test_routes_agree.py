@@ -14,6 +14,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import weights as weights_lib
 from inference.proofs import toploc
 from inference.rollouts import attestation
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import grpc_service, inference_server
@@ -35,7 +36,7 @@ RUN = "a" * 64
 @pytest.fixture(scope="module")
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
-    engine = engine_lib.Engine(MODEL, CONFIG, TOK, params)
+    engine = engine_lib.Engine(MODEL, CONFIG, TOK)
     scheduler = scheduler_lib.Scheduler(engine, params, 3)
     server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     server.signer, server.run = rollout_lib.WorkerKey.generate(), RUN
@@ -139,7 +140,7 @@ def test_a_chat_can_be_verified(answers, server):
     _, [choice] = answers(seed=5, max_tokens=40, proofs=True)["chat stream"]
     versions = [version for version, count in choice["policy_versions"] for _ in range(count)]
     proofs = base64.b64decode(choice["proofs"])
-    answer = attestation.Answer(
+    answer = completion_lib.Completion(
         choice["token_ids"],
         choice["logprobs"],
         versions,

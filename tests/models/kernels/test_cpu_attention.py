@@ -118,7 +118,7 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
     [
         (2, {}),
         (21, {"window": 5, "sinks_H": np.linspace(-1, 2, 6, dtype=np.float32)}),
-        (32, {"window": 20, "softcap": 2.0, "scale": 0.3}),
+        (32, {"window": 20, "scale": 0.3}),
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

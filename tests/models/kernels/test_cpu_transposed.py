@@ -144,9 +144,7 @@ def completions(form: str):
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 4))
     params = params if form == "plain" else weights.Store(MODEL, ONE, form).load(params)
     config = engine_lib.EngineConfig(num_slots=2, max_model_len=64, prefill_batch=2, steps_per_call=4)
-    scheduler = scheduler_lib.Scheduler(
-        engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), params), params, 0
-    )
+    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml()), params, 0)
     request = scheduler_lib.GenerateRequest(tuple(b"turned"), max_tokens=30, seed=1, prompt_logprobs=True)
     try:
         return scheduler.submit(request).result(60)[0]

@@ -42,7 +42,7 @@ CASES = {
     "trees": {"branches": True},
     "trees and a window": {"branches": True, "window": 20},
     "a window and sinks": {"window": 20, "sinks": True},
-    "softcap": {"softcap": 3.0, "heads": (4, 4)},
+    "a key head of each query head": {"heads": (4, 4)},
     "one key head, values of other dims": {"heads": (4, 1), "dims": (24, 16), "branches": True, "sinks": True},
 }
 

@@ -13,7 +13,7 @@ CASES = {
     "four query heads to a key head": {},
     "one key head, values of other dims": {"heads": (3, 1), "dims": (32, 16)},
     "a window and sinks": {"window": 40, "sinks": True},
-    "softcap": {"softcap": 2.0, "heads": (4, 4)},
+    "a key head of each query head": {"heads": (4, 4)},
     "more query heads than rows of a tile": {"heads": (20, 1), "scale": 0.3},
     "a prompt": {"tokens": 70, "heads": (6, 2)},
     "a chunk with a window and sinks": {"tokens": 20, "window": 30, "sinks": True, "heads": (3, 1)},

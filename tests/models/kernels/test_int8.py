@@ -17,7 +17,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import weights
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server
+from inference.server import startup
 from models import hf, transformer
 from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
@@ -144,7 +144,7 @@ def test_half_the_bytes_of_bfloat16(name):
 
 def answers(name, tree, mesh=None):
     """Compares the output of a scheduler; prompts in a batch and in chunks, with log-probabilities of a prompt."""
-    engine = engine_lib.Engine(MODELS[name], CONFIG, tokenizer_lib.byte_chatml(), tree, mesh)
+    engine = engine_lib.Engine(MODELS[name], CONFIG, tokenizer_lib.byte_chatml(), mesh)
     scheduler = scheduler_lib.Scheduler(engine, tree, 0)
     asks = [
         scheduler_lib.GenerateRequest(tuple(b"hello"), num_samples=2, max_tokens=12, seed=5, prompt_logprobs=True),
@@ -201,7 +201,7 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     """From a broadcast, by a delta, and from the same in a folder; refused names; the host's copy stays what was published."""
     root, metadata = tmp_path / "weights", {"model": dataclasses.asdict(DENSE), "tokenizer": "byte_chatml"}
     broadcast.publish(params("dense"), 0, str(root), metadata=metadata)
-    server = inference_server.prepare(str(root), CONFIG, quantize="int8").run()
+    server = startup.prepare(str(root), CONFIG, quantize="int8").run()
     server.sources = [str(tmp_path)]
 
     def ask(method, path, body=None):

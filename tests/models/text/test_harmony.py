@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.text import harmony, parsers
+from models.text import parsers
 from tests.support import conversations
 
 CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -50,7 +50,7 @@ def test_a_growing_text_shows_what_is_said_as_it_comes():
 
 # In the manner of gpt-oss's own: the system message has the day, the last completion ends differently.
 STOPS = ["<|return|>", "<|endoftext|>", "<|call|>"]
-TOK = conversations.family_tokenizer("harmony", ["<|endoftext|>", *harmony.STRUCTURE], STOPS)
+TOK = conversations.family_tokenizer("harmony", ["<|endoftext|>", *parsers.STRUCTURE], STOPS)
 
 
 def test_a_tokenizer_reads_what_was_sampled():

@@ -13,7 +13,7 @@ import re
 
 import pytest
 
-from models.text import harmony, parsers
+from models.text import parsers
 from models.text import tokenizer as tokenizer_lib
 from tests.support.conversations import CALL, OPENING, REPLY, RESULTS, calls_of, family_tokenizer
 
@@ -194,7 +194,7 @@ def pieces(rng):
         "<|python_tag|>",
     ]
     parts += ["hé", " ", "{", "}", "<", "x;", "<arg_key>"]
-    parts += ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", " to=functions.add", *harmony.STRUCTURE]
+    parts += ["<|channel|>final<|message|>", "<|channel|>analysis<|message|>", " to=functions.add", *parsers.STRUCTURE]
     text = ""
     for _ in range(rng.randrange(8)):
         part = rng.choice(parts)

@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import config_dict
 
 from configs import base, quickstart, tpu_gsm8k
-from inference.server import inference_server
+from inference.server import startup
 from models import config as config_lib
 from models import hf, transformer
 from models.text import chat_template
@@ -230,7 +230,7 @@ def test_all_processes_render_with_the_variables_of_the_run(tmp_path, monkeypatc
         publisher.publish(tiny.params(exp.model, 0), 0, metadata=exp.broadcast_metadata)
     described = json.loads(json.dumps(generate._description(exp, [])))
     later = completed(run)
-    server = inference_server.prepare(str(run / "weights"), exp.engine)
+    server = startup.prepare(str(run / "weights"), exp.engine)
     saved = config_dict.ConfigDict(workdir.saved_config(run))
     found = {
         "learner": exp.tokenizer,

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from inference.engine import request as request_lib
 from inference.rollouts import kept_sets
 from rl.batch import credit, packing
 from rl.learner import train_step
@@ -24,7 +23,7 @@ MODEL = test_verifier.MODEL
 )
 def test_the_mean_ratio_is_1_at_lag_0(filters):
     """Within 1e-4, as rounding is; over all tokens it would be far below 1, and so it is one version later."""
-    width = kept_sets.width(request_lib.NO_FILTERS | filters, MODEL.vocab_size)
+    width = kept_sets.width(kept_sets.OFF | filters, MODEL.vocab_size)
     config = dataclasses.replace(test_verifier.CONFIG, kept_tokens=width)
     asked = dataclasses.replace(test_verifier.HONEST, **filters, temperature=0.8, kept_tokens=True)
     group = test_verifier.rollouts_of(asked, config=config, with_kept=True)

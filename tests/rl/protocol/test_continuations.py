@@ -6,8 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.batch import credit
 from rl.protocol import continuations, noise_seed
@@ -37,7 +37,7 @@ def score(texts):
 async def generate(prompt, asked):
     assert asked["n"] == 1 and asked["max_tokens"] == 8 - (len(prompt) - len(PROMPT))
     tokens = list(b"zy")[: 1 + asked["seed"] % 2]
-    return [sample_lib.Sample(tokens, [-0.5] * len(tokens), [0] * len(tokens), 0, "length", b"")]
+    return [completion_lib.Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), 0, "length", b"")]
 
 
 def group(roots=ROOTS):

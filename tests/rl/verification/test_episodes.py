@@ -16,7 +16,6 @@ from inference.engine import engine as engine_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.swarm import sample as sample_lib
 from rl.envs.foreign import process as foreign_process
 from rl.envs.host import group as group_lib
 from rl.envs.host import host as host_lib
@@ -64,11 +63,7 @@ class Generator:
             max_tokens=call.max_tokens,
             **filters,
         )
-        found = await asyncio.wrap_future(self.scheduler.submit(request))
-        return [
-            sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs)
-            for c in found
-        ]
+        return await asyncio.wrap_future(self.scheduler.submit(request))
 
 
 def played(exp, generator, groups):

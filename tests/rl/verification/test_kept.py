@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from inference.engine import request as request_lib
 from inference.rollouts import kept_sets
 from rl.protocol import lease
 from rl.verification import checks
@@ -16,7 +15,7 @@ from tests.rl.verification import test_verifier
 from tests.support import bare_rules
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
-FILTERS = request_lib.NO_FILTERS | {"top_k": 20, "top_p": 0.9}
+FILTERS = kept_sets.OFF | {"top_k": 20, "top_p": 0.9}
 ENGINE = dataclasses.replace(test_verifier.CONFIG, kept_tokens=20)
 REQUEST = dataclasses.replace(test_verifier.HONEST, top_k=20, top_p=0.9, kept_tokens=True)
 
@@ -122,7 +121,7 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     ):
         found = checks.kept_named(change(group[0]), rules)
         assert words in found.detail and found.accepted == (not words)
-    exact = dataclasses.replace(rules, filters=request_lib.NO_FILTERS | {"top_k": 20})
+    exact = dataclasses.replace(rules, filters=kept_sets.OFF | {"top_k": 20})
     full = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:19], token})
     fewer = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:18], token})
     assert checks.kept_named(full, exact).accepted and checks.kept_named(fewer, rules).accepted

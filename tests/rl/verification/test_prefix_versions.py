@@ -16,7 +16,7 @@ from inference import client as client_lib
 from inference import serve
 from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
-from inference.server import inference_server
+from inference.server import startup
 from rl import generate, worker
 from rl.envs.host import group as group_lib
 from rl.experiment import experiment
@@ -85,7 +85,7 @@ def world(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         publish(OLD - 1)
         publish(OLD)
-        server = inference_server.prepare(root, exp.engine, key=PUBLISHER.worker).run()
+        server = startup.prepare(root, exp.engine, key=PUBLISHER.worker).run()
         stack.callback(server.close)
         server.signer, server.run = SERVER, RUN
         publish(NEW)

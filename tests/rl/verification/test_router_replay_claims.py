@@ -11,7 +11,7 @@ import pytest
 
 from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
+from inference.swarm import reply as reply_lib
 from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.protocol import lease
@@ -182,11 +182,11 @@ def reply(**changes):
 
 def test_a_client_takes_experts_that_it_asked_for():
     sampling = {"max_tokens": 3, "return_routed_experts": True}
-    sample = sample_lib._read_choice(reply(), sampling, 2, 0)
+    sample = reply_lib._read_choice(reply(), sampling, 2, 0)
     np.testing.assert_array_equal(sample.experts, claims.good_claim(4))
-    assert sample_lib._read_choice(reply(), {"max_tokens": 3}, 2, 0).experts is None
+    assert reply_lib._read_choice(reply(), {"max_tokens": 3}, 2, 0).experts is None
     wide = base64.b64encode(claims.good_claim(4).astype("<u2").tobytes()).decode()
-    assert sample_lib._read_choice(reply(data=wide, dtype="uint16"), sampling, 2, 0).experts.dtype == np.uint16
+    assert reply_lib._read_choice(reply(data=wide, dtype="uint16"), sampling, 2, 0).experts.dtype == np.uint16
 
 
 BROKEN = {
@@ -200,4 +200,4 @@ BROKEN = {
 @pytest.mark.parametrize("changes", [{name: value} for name, values in BROKEN.items() for value in values])
 def test_a_reply_with_broken_experts_is_malformed(changes):
     with pytest.raises((ValueError, TypeError)):  # the two that `_read_reply` makes Malformed
-        sample_lib._read_choice(reply(**changes), {"return_routed_experts": True}, 2, 0)
+        reply_lib._read_choice(reply(**changes), {"return_routed_experts": True}, 2, 0)

@@ -20,8 +20,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.engine import engine as engine_lib
-from inference.engine import request as request_lib
-from inference.engine import routed_experts
+from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -69,7 +68,7 @@ class Updating(engine_lib.Engine):
 
 def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG, with_kept=False, **claims):
     """The group a scheduler makes of `request`, as a worker writes it down."""
-    engine = Updating(model, config, tokenizer_lib.byte_chatml(), params(version, model))
+    engine = Updating(model, config, tokenizer_lib.byte_chatml())
     scheduler = scheduler_lib.Scheduler(engine, params(version, model), version)
     engine.scheduler = scheduler
     engine.updates = {call: (params(number, model), number) for call, number in (updates or {}).items()}
@@ -90,7 +89,7 @@ def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG,
                 finish_reason=c.finish_reason,
                 proofs=c.proofs,
                 kept=c.kept if with_kept else b"",
-                routed_experts=None if c.experts is None else routed_experts.with_all_layers(c.experts, model),
+                routed_experts=c.experts,
             )
             | claims,
         )
@@ -98,7 +97,7 @@ def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG,
     ]
 
 
-def check(rollouts, filters=request_lib.NO_FILTERS, tolerance=STRICT, weights=weights):
+def check(rollouts, filters=kept_sets.OFF, tolerance=STRICT, weights=weights):
     """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
     (verdict,) = verifier.Validator(MODEL, weights, rules).check_groups_with_weights([rollouts])
@@ -223,15 +222,15 @@ def test_rollouts_packed_together_are_replayed_as_each_alone():
 @pytest.mark.parametrize(
     ("request_", "filters"),
     [
-        (dataclasses.replace(HONEST, temperature=0.0), request_lib.NO_FILTERS),
+        (dataclasses.replace(HONEST, temperature=0.0), kept_sets.OFF),
         (
             dataclasses.replace(HONEST, temperature=0.6, top_k=30, top_p=0.9),
-            request_lib.NO_FILTERS | {"top_k": 30, "top_p": 0.9},
+            kept_sets.OFF | {"top_k": 30, "top_p": 0.9},
         ),
-        (scheduler_lib.GenerateRequest((3,), num_samples=4, max_tokens=1, proofs=True), request_lib.NO_FILTERS),
+        (scheduler_lib.GenerateRequest((3,), num_samples=4, max_tokens=1, proofs=True), kept_sets.OFF),
         (
             scheduler_lib.GenerateRequest(tuple(range(40)), num_samples=4, max_tokens=99, proofs=True),
-            request_lib.NO_FILTERS,
+            kept_sets.OFF,
         ),
     ],
     ids=["greedy", "filtered", "one token", "to the end of the context"],
@@ -267,9 +266,7 @@ def test_a_moved_version_stamp_is_refused(position, version):
 def two_turns():
     """A rollout of two calls. New weights arrive between them, and the second reuses keys of the first: of tokens prefilled and sampled."""
     sizes = dataclasses.replace(CONFIG, max_model_len=128)
-    scheduler = scheduler_lib.Scheduler(
-        engine_lib.Engine(MODEL, sizes, tokenizer_lib.byte_chatml(), params(0)), params(0), 0
-    )
+    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, sizes, tokenizer_lib.byte_chatml()), params(0), 0)
     asked = dict(seed=5, proofs=True, oldest_prefix_version=0)
     (first,) = scheduler.submit(scheduler_lib.GenerateRequest(PROMPT, max_tokens=24, **asked)).result(WAIT_S)
     scheduler.update(params(1), 1).result(WAIT_S)
@@ -347,7 +344,7 @@ def test_each_cheat_is_refused_by_name(name):
 
 
 def test_filters_that_are_prescribed_are_applied():
-    assert check(honest(), request_lib.NO_FILTERS | {"top_k": 2}).startswith("sampling: ")
+    assert check(honest(), kept_sets.OFF | {"top_k": 2}).startswith("sampling: ")
 
 
 def test_a_few_wrong_tokens_can_be_allowed():

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.swarm import sample as sample_lib
 from rl.envs.host import group as group_lib
 from rl.envs.host import host as host_lib
 from rl.protocol import lease
@@ -45,7 +45,7 @@ def play(prompts, *, failing=(), changing=0):
             raise ConnectionError("no server")
         seeds = [(call.seed + number) % 2**32 for number in range(count)]
         tokens = [[*episodes.TOKENIZER.encode(f"seed {seed}"), episodes.TOKENIZER.eos_id] for seed in seeds]
-        return [sample_lib.Sample(one, [0.0] * len(one), [0] * len(one), 0, "stop", b"") for one in tokens]
+        return [completion_lib.Completion(one, [0.0] * len(one), [0] * len(one), 0, "stop", b"") for one in tokens]
 
     player = group_lib.Player(Host(prompts, changing), episodes.TOKENIZER, episodes.LIMITS)
     return asyncio.run(player.play(generate, GROUP, TASK, "")), calls

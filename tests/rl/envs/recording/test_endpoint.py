@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from inference.swarm import sample as sample_lib
+from inference.rollouts import completion as completion_lib
 from rl.envs.interface import episode
 from rl.envs.recording import endpoint as endpoint_lib
 from tests.support import episodes
@@ -323,5 +323,5 @@ def test_samples_are_those_of_the_backend():
     session = made(episodes.Backend(version=9))
     ask("/chat/completions", {"messages": [USER]}, session=session)
     [turn] = session.streams[0].turns
-    assert isinstance(turn.sample, sample_lib.Sample)
+    assert isinstance(turn.sample, completion_lib.Completion)
     assert np.array(turn.sample.versions).tolist() == [9] * len(turn.sample.tokens)

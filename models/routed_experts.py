@@ -2,12 +2,11 @@
 
 1. Prefill returns the choice of every MoE layer per prompt position, decode per step (`compact`).
 2. `of_sequence` joins both for prompt and completion, except the last token, which is not run.
-3. `reply_field` encodes that for a reply, with a place for every layer of the model (`with_all_layers`).
+3. `with_all_layers` adds a place for every other layer of the model, as completions and rollouts have it.
 
 Letters: T tokens, L MoE layers, B slots or prompts, K steps of a call, X experts per token.
 """
 
-import base64
 from collections.abc import Sequence
 
 import jax
@@ -51,13 +50,3 @@ def with_all_layers(experts_TLX: np.ndarray, model: config_lib.ModelConfig) -> n
     out = np.zeros((len(experts_TLX), model.num_layers, experts_TLX.shape[-1]), dtype(model))
     out[:, [index for index in range(model.num_layers) if model.is_moe(index)]] = experts_TLX
     return out
-
-
-def reply_field(experts_TLX: np.ndarray, model: config_lib.ModelConfig, start: int) -> dict:
-    """Returns the field `routed_experts` of a server's JSON reply, for the tokens from `start` on.
-
-    The key `data` (base64) is first, because clients search the text of the reply for it.
-    """
-    rows = with_all_layers(experts_TLX[start:], model)
-    data = base64.b64encode(rows.astype(rows.dtype.newbyteorder("<")).tobytes()).decode()
-    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": str(rows.dtype)}

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from inference.engine import engine as engine_lib
-from inference.engine import weights
-from inference.follower import replay
+from inference.engine import multihost_replay, weights
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
@@ -90,9 +89,9 @@ def test_another_host_has_the_arrays_of_the_first(axis, config, more, monkeypatc
 
     monkeypatch.setattr(engine_lib.Engine, "_run", recorded)
     wire, (old, mesh), (new, _) = Wire(), placed(0, axis), placed(1, axis)
-    parts = MODEL, config, tokenizer_lib.byte_chatml(), old, mesh
-    leading = replay.LeadingEngine(wire, *parts)
-    calls, names = replay.Replay(engine_lib.Engine(*parts), old, lambda params: new), collections.Counter()
+    parts = MODEL, config, tokenizer_lib.byte_chatml(), mesh
+    leading = multihost_replay.LeadingEngine(wire, *parts)
+    calls, names = multihost_replay.Replay(engine_lib.Engine(*parts), old, lambda params: new), collections.Counter()
     scheduler = scheduler_lib.Scheduler(leading, old, 0, prefix_cache_bytes=2**17)  # it forgets prompts
     plain = scheduler_lib.Scheduler(engine_lib.Engine(*parts), old, 0)
     chance = random.Random(1)
@@ -111,7 +110,7 @@ def test_another_host_has_the_arrays_of_the_first(axis, config, more, monkeypatc
             equal(experts, same_experts)
             scheduler.pause().result(WAIT_S)
             while not wire.messages.empty():
-                header, arrays = replay.receive(wire)
+                header, arrays = multihost_replay.receive(wire)
                 names[header["call"]] += 1
                 calls.run(header, arrays)
             equal(calls._state, scheduler._state)
@@ -130,8 +129,8 @@ def test_another_host_has_the_arrays_of_the_first(axis, config, more, monkeypatc
 
 
 def test_an_error_on_host_0_is_reported():
-    wire, (params, mesh) = Wire(), placed()
-    leading = replay.LeadingEngine(wire, MODEL, CONFIG, tokenizer_lib.byte_chatml(), params, mesh)
+    wire, (_, mesh) = Wire(), placed()
+    leading = multihost_replay.LeadingEngine(wire, MODEL, CONFIG, tokenizer_lib.byte_chatml(), mesh)
     with pytest.raises(RuntimeError, match="out of memory"), leading.sent("swap"):
         raise RuntimeError("out of memory")
     assert [str(error) for error in wire.errors] == ["out of memory"]

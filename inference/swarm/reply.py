@@ -1,4 +1,4 @@
-"""Reads the samples in a reply of an inference server to `POST /inference/v1/generate`, and checks them. Imports no jax."""
+"""Reads the completions in a reply of an inference server to `POST /inference/v1/generate`, and checks them. Imports no jax."""
 
 import base64
 import dataclasses
@@ -10,26 +10,12 @@ import httpx
 import numpy as np
 
 from inference.rollouts import attestation, kept_sets
+from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
 
 MAX_OTHER_BYTES = 2**18  # of a reply, without its tokens
 TOKEN_BYTES, EXPERTS_BYTES = 256, 2**13  # of a reply, per token and sample, at most; the second if it names experts
 MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample(attestation.Answer):
-    """One completion that an inference server returned."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    server: str = ""  # public key of the server that vouches for this sample; "" if none does
-    server_signature: bytes = b""
-
-    def all_versions(self) -> set[int]:
-        """Returns the policy versions that computed the prompt and the tokens."""
-        return {self.prompt_version, *self.versions}
 
 
 class MalformedReply(ValueError):
@@ -46,7 +32,7 @@ def max_bytes(body: dict) -> int:
     return MAX_OTHER_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
 
 
-def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[Sample]:
+def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[completion_lib.Completion]:
     """Returns the completions in a server's reply to the request `body`.
 
     Raises MalformedReply if one is invalid, not as requested, or not signed for `run` by one of `keys`, unless these are none.
@@ -61,7 +47,7 @@ def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) 
         if len(samples) != sampling.get("n", 1):
             raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
         reused = {version for sample in samples for _, version in sample.prefix_versions}
-        wrong = reused.union(*map(Sample.all_versions, samples)) - {body.get("policy_version")}
+        wrong = reused.union(*map(completion_lib.Completion.all_versions, samples)) - {body.get("policy_version")}
         if "policy_version" in body and wrong:
             raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
         if keys:
@@ -74,16 +60,25 @@ def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) 
         raise MalformedReply(str(error)[:500]) from error
 
 
-def _read_signature(sample: Sample, choice: dict, index: int, body: dict, servers: Collection[str], run: str) -> Sample:
+def _read_signature(
+    sample: completion_lib.Completion, choice: dict, index: int, body: dict, servers: Collection[str], run: str
+) -> completion_lib.Completion:
     """Returns a sample with the signature of one of `servers`, or without one if "" is among them.
 
     Raises ValueError unless it signed sample `index` as an answer to `body`.
     """
-    sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    sampling, defaults = (
+        body["sampling_params"],
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False},
+    )
     signature = bytes.fromhex(choice.get("server_signature", ""))
-    asked = {"temperature": sampling.get("temperature", 1.0), "seed": (sampling.get("seed", 0) + index) % 2**32}
-    asked["settings"] = settings | {"return_routed_experts": False} | sampling | {"run": run}
-    answer = attestation.message(body["token_ids"], sample, **asked)
+    answer = attestation.message(
+        body["token_ids"],
+        sample,
+        temperature=sampling.get("temperature", 1.0),
+        seed=(sampling.get("seed", 0) + index) % 2**32,
+        settings=defaults | sampling | {"run": run},
+    )
     for server in servers:
         if server and rollout_lib.signed(server, signature, answer):
             return dataclasses.replace(sample, server=server, server_signature=signature)
@@ -92,8 +87,8 @@ def _read_signature(sample: Sample, choice: dict, index: int, body: dict, server
     raise ValueError(f"server sent a sample without a signature of its key {min(servers)[:16]} that fits")
 
 
-def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:
-    """Converts one entry of the reply's `choices` to a Sample. Raises ValueError with the server's mistake if it is invalid."""
+def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> completion_lib.Completion:
+    """Converts one entry of the reply's `choices` to a completion. Raises ValueError with the server's mistake if it is invalid."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     runs = choice["policy_versions"]
@@ -122,7 +117,18 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> S
         kept_sets.read(kept, [len(tokens)])
     prompt_version, oldest = choice["prompt_policy_version"], sampling.get("oldest_prefix_version")
     prefix = _read_prefix(choice.get("prefix_policy_versions", []), num_prompt, oldest, prompt_version)
-    return Sample(tokens, logprobs, versions, prompt_version, reason, proofs, experts, epoch, kept, prefix)
+    return completion_lib.Completion(
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+        prompt_version=prompt_version,
+        finish_reason=reason,
+        proofs=proofs,
+        experts=experts,
+        epoch=epoch,
+        kept=kept,
+        prefix_versions=prefix,
+    )
 
 
 def _read_prefix(runs: list, num_prompt: int, oldest: int | None, prompt_version: int) -> tuple[tuple[int, int], ...]:

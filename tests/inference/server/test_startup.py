@@ -7,7 +7,7 @@ import pytest
 from inference.engine import compiled_steps, weights
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.scheduler import warmup
+from inference.server import startup
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from tests.support import tiny
@@ -26,10 +26,10 @@ def num_compiled():
 def test_no_request_compiles_after_a_warm_up(every_length, caplog):
     mesh = mesh_lib.create({}, devices=jax.local_devices()[:1])
     params = weights.Store(MODEL, mesh).load(tiny.params(MODEL, 0))
-    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params, mesh)
+    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), mesh)
     with jax.log_compiles():
-        scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.compile_largest(engine, params))
-        for request in warmup.requests(engine, every_length=every_length):
+        scheduler = scheduler_lib.Scheduler(engine, params, 0, state=startup.compile_largest(engine, params))
+        for request in startup.warmup_requests(engine, every_length=every_length):
             scheduler.submit(request).result(WAIT_S)
     compiled = sum("Compiling jit(generate)" in message for message in caplog.messages)
     assert compiled == (not every_length)  # once, though the first state comes from another program
