@@ -28,7 +28,7 @@ LONGEST = """
     rl/learner/test_router_balance.py models/test_moe.py rl/envs/scoring/test_scorer.py rl/verification/test_episodes.py
     rl/orchestrator/test_verdict_collector.py models/test_families.py rl/test_worker.py rl/test_kills.py rl/test_train.py
     rl/verification/test_checks.py rl/orchestrator/test_schedules.py models/hf/test_checkpoint.py rl/swarm/test_swarm.py
-    rl/orchestrator/test_forgery.py rl/test_train_mix.py test_compatibility.py inference/engine/test_cpu_sub_batches.py
+    rl/orchestrator/test_forgery.py rl/test_train_mix.py inference/engine/test_cpu_sub_batches.py
 """.split()  # files by `python -m pytest --durations=0`
 
 

@@ -105,7 +105,7 @@ def test_flat_and_extreme_curves(tmp_path, value):
 )
 def test_the_headline_does_not_exaggerate(tmp_path, before, after, words):
     evaluations = [
-        {"step": i, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 100}, "samples": []}
+        {"step": i, "scores": {"avg@1": score}, "intervals": {"avg@1": [score - 0.1, score + 0.1]}, "samples": []}
         for i, score in enumerate((before, after))
     ]
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
@@ -114,17 +114,15 @@ def test_the_headline_does_not_exaggerate(tmp_path, before, after, words):
 
 def test_the_axis_of_scores_ends_at_1_and_has_a_line_once(tmp_path):
     scores = ({"avg@1": score, "pass@1": score, "num_tasks": 200} for score in (0.185, 1.0))
-    evaluations = [{"step": step, "scores": one, "samples": []} for step, one in enumerate(scores)]
+    intervals = {"avg@1": [0.97, 1.01]}
+    evaluations = [
+        {"step": step, "scores": one, "intervals": intervals, "samples": []} for step, one in enumerate(scores)
+    ]
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
     figure = report._score_figure(report._evaluations(tmp_path / "evaluations.json"))
     assert [y for y, _ in figure["y_ticks"]] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     low, high = figure["bars"][1]
     assert 0.97 < low < 1.0 == high and [*figure["lines"]] == ["avg@1"]
-
-
-def test_two_right_out_of_two_is_not_certain():
-    assert report._error({"num_tasks": 2, "scores": {"avg@1": 1.0}}, "avg@1") > 0.3
-    assert report._error({"scores": {"avg@1": 1.0}, "intervals": {"avg@1": [0.5, 1.0]}}, "avg@1") == 0.25
 
 
 def test_long_runs_are_binned(tmp_path):
@@ -203,6 +201,7 @@ def _run(workdir, text="2 + 2 = 4"):
     samples = [{"prompt": "2 + 2", "completion": text, "reward": 1.0}, {"prompt": text, "completion": "", "reward": 0}]
     evaluations = [
         {"step": step, "phase": "rl", "scores": {"avg@1": score, "num_tasks": 200}, "samples": samples}
+        | {"intervals": {"avg@1": [score - 0.05, score + 0.05]}}
         for step, score in ((0, 0.1), (25, 0.2), (50, 0.6))
     ]
     (workdir / "evaluations.json").write_text(json.dumps(evaluations))
