@@ -28,7 +28,7 @@ from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import check_rate, task_schedule
 from rl.protocol import verdict as verdict_lib
-from rl.verification import checks, responsibility
+from rl.verification import checks, evidence_log
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file
 
@@ -167,7 +167,7 @@ class Submissions:
 
     def answering(self, entry: queue_entry.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
         """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
-        server = responsibility.server_of(entry.rollouts, self.shared.servers.invited)
+        server = evidence_log.server_of(entry.rollouts, self.shared.servers.invited)
         return [(self.shared.health, entry.worker), *([(self.shared.servers, server)] if server else [])]
 
     def begin_epoch(self, epoch: int) -> None:
@@ -391,7 +391,7 @@ class Submissions:
     def _blame(self, key: queue_entry.Key, entry: queue_entry.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
         rules = self.rules.at_lease(entry.group, self.shared.policy.version)
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self.shared.servers.invited):
+        if server := evidence_log.server_at_fault(entry.rollouts, verdict, rules, self.shared.servers.invited):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
         self.shared.counts["refused"] += len(entry.rollouts)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from inference.proofs import toploc
@@ -13,6 +13,7 @@ from rl.batch import router_replay
 from rl.protocol import env_mix, task_schedule
 from rl.verification import sequential_test
 
+GroupsByNumber = Mapping[int, task_schedule.Group]
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 # Fields that each environment has.
 OF_ENV = ("env", "env_digest", "max_tokens", "max_turns", "prompt", "score", "replay")
@@ -57,7 +58,7 @@ class Rules:
     vocab_size: int
     max_model_len: int
     max_tokens: int
-    groups: Callable[[int], Sequence[task_schedule.Group]]  # step -> its groups; empty for a step that the run lacks
+    groups: Callable[[int], GroupsByNumber]  # step -> its groups; empty for a step that the run lacks
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
@@ -71,8 +72,7 @@ class Rules:
     kept: int = 0  # training rollouts must name the tokens that filters kept, up to so many each; 0: no filters
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
-    min_stop_probability: float = 0.0
-    held_out: Callable[[int], Sequence[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
+    held_out: Callable[[int], GroupsByNumber] | None = None  # version -> the groups of its evaluation
     prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # the environment's prompt; None: not checked
     score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
     # Plays the episodes of a group again, in environments with episodes of several calls; instead of `prompt` and `score`.
@@ -94,7 +94,7 @@ class Rules:
     @property
     def max_samples(self) -> int:
         """The number of samples in the largest training group; a step may lack environments of a mix."""
-        groups = (group for rules in self.each for group in rules.groups(1))
+        groups = (group for rules in self.each for group in rules.groups(1).values())
         return max((group.num_samples for group in groups), default=0)
 
     @classmethod
@@ -104,7 +104,7 @@ class Rules:
         envs = {one.key: cls.of(env_mix.alone(config, one.key), run) for one in entries if one.key}
         envs = {key: dataclasses.replace(own, env=key) for key, own in envs.items()}
         steps = task_schedule.group_steps(config)
-        groups = functools.lru_cache(16)(lambda step: _groups(config, step) if step in steps else [])
+        groups = functools.lru_cache(16)(lambda step: by_number(_groups(config, step)) if step in steps else {})
         return cls(
             env=config.env.name,
             env_seed=config.seed,
@@ -133,7 +133,12 @@ class Rules:
 
     def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
         """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
-        return dataclasses.replace(self.of_group(group), groups=lambda step: [group], newest=newest)
+        return dataclasses.replace(self.of_group(group), groups=lambda step: by_number([group]), newest=newest)
+
+
+def by_number(groups: Iterable[task_schedule.Group]) -> GroupsByNumber:
+    """Returns groups by their number."""
+    return {group.group: group for group in groups}
 
 
 def _groups(config, step: int) -> list[task_schedule.Group]:
