@@ -80,7 +80,9 @@ def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rul
 def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks that rollouts are all samples of one group, each branch once, with one prompt and of one worker."""
     group = _prescribed(rollouts[0], rules)
-    count, episodes = group.num_samples if group else 0, rollout_lib.episodes(rollouts)
+    if group is None:
+        return task(rollouts[0], rules)
+    count, episodes = group.num_samples, rollout_lib.episodes(rollouts)
     roots = [episode[0] for episode in episodes]
     if (found := [root.sample for root in roots]) != list(range(count)):
         return Verdict(Reason.SAMPLES, f"expected 0..{count - 1} once each, got {found[:16]}")
@@ -91,7 +93,7 @@ def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules)
             return Verdict(Reason.SAMPLES, detail)
     if len({root.tokens[: root.prompt_length].tobytes() for root in roots}) > 1:
         return Verdict(Reason.PROMPT, "the samples of one group have different prompts")
-    if rules.vine and group and group.split == "train":
+    if rules.vine and group.split == "train":
         branches = [episode[1:] for episode in episodes]
         if (found := continuations.error(roots, branches, rules.vine, rules.max_tokens)) is not None:
             return Verdict(Reason.SAMPLES, found)

@@ -213,6 +213,7 @@ def test_a_version_must_be_out():
 def test_a_group_is_its_samples_once_each():
     whole = [make(i) for i in range(4)]
     assert checks.whole_group(whole[::-1], RULES).accepted
+    assert checks.whole_group([make(i, step=10) for i in range(4)], RULES).reason == "step"
     for broken in (whole[:3], [*whole[:3], make(2)], [*whole, make(3)]):
         assert checks.whole_group(broken, RULES).reason == "samples"
     other = dataclasses.replace(make(3), tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32))
