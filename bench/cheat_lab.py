@@ -130,7 +130,7 @@ class Lab:
         """Replays rollouts together with the policy that this run publishes, computed in `dtype`."""
         model = dataclasses.replace(self.experiment.model, dtype=dtype)
         policy = jax.tree.map(lambda w: w.astype(dtype), self.params)
-        validator = verifier.Validator(model, lambda version, epoch: policy, rules_lib.Rules.of(self.experiment.config))
+        validator = verifier.Verifier(model, lambda version, epoch: policy, rules_lib.Rules.of(self.experiment.config))
         return [dataclasses.replace(one, hidden_ND=np.array(one.hidden_ND)) for one in validator.replay(rollouts)]
 
 

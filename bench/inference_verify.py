@@ -55,7 +55,7 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
     tolerance = rules_lib.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
     rules = bare_rules.make(model, PROMPT + NEW, tolerance)
-    validator = verifier.Validator(model, lambda version, epoch: params, rules)
+    validator = verifier.Verifier(model, lambda version, epoch: params, rules)
     times: dict[str, list[float]] = {}
 
     def timed(part, function, *values):
@@ -83,7 +83,7 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     )
 
 
-def verify(validator: verifier.Validator, rollouts: list[rollout_lib.Rollout]) -> None:
+def verify(validator: verifier.Verifier, rollouts: list[rollout_lib.Rollout]) -> None:
     """Checks form, signature, and replay; a rejection is a bug of this benchmark."""
     for check in (checks.form, checks.signature):
         each(check, rollouts, validator.rules)

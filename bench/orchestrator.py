@@ -83,11 +83,11 @@ def _orchestrator(folder: pathlib.Path, invited: list[str], args) -> orchestrato
     exp, key = experiment.resolve(_config(is_ended=not args.busy)), rollout_lib.WorkerKey.generate()
     config = config_dict.ConfigDict(exp.config)
     config.sampling.temperature = 0.0  # without noise any tokens fit any log-probabilities, so that no model is needed
-    validator = verifier.Validator(
+    validator = verifier.Verifier(
         exp.model,
         _no_weights,
         verifier.rules_of(config, exp.tokenizer),
-        evidence_log.EvidenceLog(None, count_once=True),
+        evidence_log.EvidenceLog(None),
     )
     ledger = run_ledger.RunLedger(folder / "ledger.db", rollout_lib.WorkerKey.generate(), key.worker)
 

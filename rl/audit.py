@@ -81,7 +81,6 @@ class Audit:
         self._dropped = {group: step for step, batch in history.batches.items() for group in batch.dropped}
         self._published = history.run.published
         self._versions = {version for _, version in self._published}
-        self._begin = history.begin or 0
         self._envs = env_mix.entries(self.config)
         self._is_fixed = task_schedule.is_fixed(self.config.rl)
         self._curriculum = curriculum_lib.Curriculum(self.config) if self.config.rl.curriculum else None
@@ -93,16 +92,14 @@ class Audit:
         self._secret = run_directory.secret(workdir, self.config.seed) if has_secret else b""
 
     def steps(self) -> range:
-        """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
+        """Returns the steps that the run trained on, up to the last with a version or a line of metrics."""
         trained = {*self._trained} - self.history.undone  # a learner that resumes has not deleted their lines yet
-        return range(self._begin + 1, max([self._begin, *trained, *self._versions]) + 1)
+        return range(1, max([0, *trained, *self._versions]) + 1)
 
     def check_ledger(self) -> None:
         """Checks the ledger's entries, and the manifests in WORKDIR/weights against it."""
         self.checked["ledger"] += len(self.history.heads)
-        late = f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
-        for error in (self.history.error, late if self._begin else None):
-            self._check("ledger", [error])
+        self._check("ledger", [self.history.error])
         for file, data in self._manifests.items():
             self._check("manifest", [self._manifest_error(file, data)])
 
@@ -146,8 +143,6 @@ class Audit:
         except journal.CorruptSource as error:
             return f"{file}: {error}"
         digest, epoch = hashlib.sha256(data).hexdigest(), found.epoch or 0
-        if found.version < self._begin:
-            return None
         if (anchor := str(found.metadata.get("ledger", "none"))) not in self.history.heads:
             return f"{file} names {anchor}, which never was the ledger's head"
         is_next = found.version > max(self._versions, default=-1)  # the ledger gets it after the file
@@ -241,22 +236,19 @@ class Audit:
         return f"version {high} is newer than {step - 1}, the newest that could be known" if high >= step else None
 
     def _version_error(self, epoch: int, rollout: rollout_lib.Rollout) -> str | None:
-        if epoch >= 0 and rollout.epoch != epoch:
+        if rollout.epoch != epoch:
             return f"it is of epoch {rollout.epoch}, and the batch of epoch {epoch}"
-        for version in sorted(version for version in rollout.all_versions if version >= self._begin):
-            if version not in self._versions if epoch < 0 else (epoch, version) not in self._published:
-                return f"version {version} of epoch {max(epoch, 0)} was not published"
+        for version in sorted(rollout.all_versions):
+            if (epoch, version) not in self._published:
+                return f"version {version} of epoch {epoch} was not published"
         return None
 
     def _draw_error(self, number: int, worker: str, batch: run_history.Batch) -> str | None:
-        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had.
-
-        The ledger has the rates; config.json has those of the last start.
-        """
-        rates, record = self.config.trust.to_dict() | batch.rates, float(batch.records.get(worker, 0))
+        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had, by the ledger."""
+        record = float(batch.records.get(worker, 0))
         if worker in self.history.run.invited:
-            record += verdict_lib.HALF_AT * (1 / rates["invited_rate"] - 1)
-        rate = verdict_lib.check_rate(verdict_lib.reputation(record), rates["min_rate"])
+            record += verdict_lib.HALF_AT * (1 / batch.rates["invited_rate"] - 1)
+        rate = verdict_lib.check_rate(verdict_lib.reputation(record), batch.rates["min_rate"])
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
         of = number // self._per_step + 1
         draw = verdict_lib.draw(secret, f"train/{of}/{number}")

@@ -43,7 +43,7 @@ class Lives:
             tolerance=doubles.FLOAT32,
         )
         published = verifier.published(str(root), key=TRUSTED)
-        self.validator = verifier.Validator(self.exp.model, published, rules)
+        self.validator = verifier.Verifier(self.exp.model, published, rules)
 
     def begin(self):
         """A learner that resumes after `step`: its epoch."""

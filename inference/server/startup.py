@@ -28,7 +28,7 @@ from models import hf, hub, transformer
 from models import lora as lora_lib
 from models.kernels import cpu_dtype
 from models.text import tokenizer as tokenizer_lib
-from sharding import accelerator, broadcast, rules
+from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.multihost import hosts as hosts_lib
@@ -202,7 +202,7 @@ def host_mesh(
 
     Raises ValueError if the engine of `config` cannot run on that mesh, or an accelerator cannot be used.
     """
-    accelerator.devices()
+    mesh_lib.devices()
     if hosts.count > 1 and not sizes:
         found = f"--mesh is empty, and {hosts.count} hosts have {jax.device_count()} devices"
         raise ValueError(f"{found}, all of which a server over several hosts uses; give their axes, such as tensor=-1")

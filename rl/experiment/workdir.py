@@ -206,7 +206,7 @@ def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None, *, any_step:
         rollout_lib.WorkerKey.generate().save(key_file)
     if (workdir / "ledger.db").exists() and not (workdir / "secret.key").exists():
         text = f"notice: {workdir / 'secret.key'} was lost, and is made again: from now on, other groups are replayed"
-        print(f"{text}, and `rl.validator serve --rollouts` needs a new --state file", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     atomic_file.secret_key(workdir / "secret.key")  # before the ledger, which shows that it existed
     key = rollout_lib.WorkerKey.load(key_file, "the ledger's key")
     return run_ledger.RunLedger(workdir / "ledger.db", key, run, anchors=anchors, any_step=any_step)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import sqlite3
 import sys
@@ -50,7 +51,8 @@ def _run(args) -> int:
             _stream(ledger, args.kind, args.follow)
             return 0
         if args.command == "environments":
-            print("\n".join(environments.table(environments.of(environments.all_of(ledger)))))
+            found = environments.Reader(pathlib.Path(args.path)).reputations()
+            print("\n".join(environments.table(found)))
         if args.command == "show":
             _show(ledger, args.last)
         print(f"{int(ledger.head.partition(':')[0]) + 1} entries are good; head {ledger.head}")

@@ -1,20 +1,18 @@
 """The reputation of environments by a run's ledger: how many of their groups taught something, and how many rollouts and groups failed.
 
 The batch events have counts by environment, which the run's own scorer found; the refusals name the environment of their group. A resume
-takes back the batches of later steps. Ledgers of earlier releases have no such counts.
+takes back the batches of later steps.
 """
 
 import collections
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
 
 from rl.ledger import events, storage
 from rl.ledger import ledger as ledger_lib
 
-CHUNK = 1000  # entries in memory
-UNKNOWN = "(not recorded)"  # the environment of refusals of earlier releases
+UNKNOWN = "(not recorded)"  # the environment of refusals without one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,50 +39,33 @@ class Reputation:
 
 
 def read(path: str | pathlib.Path) -> list[Reputation]:
-    """Returns the reputations in a ledger file, as `of` does. Raises ValueError for a bad ledger, FileNotFoundError without one."""
-    with ledger_lib.Ledger(path) as ledger:
-        return of(all_of(ledger))
-
-
-def all_of(ledger: ledger_lib.Ledger) -> Iterator[events.Event]:
-    """Yields all events of an open ledger, a part of them in memory at a time."""
-    number = 0
-    while entries := ledger.entries(number, CHUNK):
-        number += len(entries)
-        yield from (entry.event for entry in entries)
-
-
-def of(found: Iterable[events.Event]) -> list[Reputation]:
-    """Returns the reputation of each environment, by name and digest. A refusal counts for the newest digest of its environment."""
-    tally = _Tally()
-    for event in found:
-        tally.add(event)
-    return tally.reputations()
+    """Returns the reputations in a ledger file, which is verified. Raises ValueError for a bad ledger, FileNotFoundError without one."""
+    ledger_lib.Ledger(path).close()
+    return Reader(pathlib.Path(path)).reputations()
 
 
 class Reader:
     """The reputations in a ledger file that grows, unverified. Entries that were read once are not read again."""
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._next, self._tally = path, 0, _Tally()
+        self._path, self._next = path, 0
+        self._batches: dict[int, list[dict]] = {}
+        self._refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
     def reputations(self) -> list[Reputation]:
-        """Returns the reputations so far, as `of` does; [] without a file. Raises ValueError for an entry that cannot be decoded."""
+        """Returns the reputation of each environment so far, by name and digest; [] without a file.
+
+        A refusal counts for the newest digest of its environment. Raises ValueError for an entry that cannot be decoded.
+        """
         if not self._path.exists():
             return []
         with contextlib.closing(storage.connect(self._path)) as db:
             for entry in storage.read(db, self._next):
-                self._tally.add(entry.event)
+                self._add(entry.event)
                 self._next = entry.seq + 1
-        return self._tally.reputations()
+        return _sums(self._batches, self._refusals)
 
-
-class _Tally:
-    def __init__(self):
-        self._batches: dict[int, list[dict]] = {}
-        self._refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-
-    def add(self, event: events.Event) -> None:
+    def _add(self, event: events.Event) -> None:
         if event.kind == "resume":
             kept = event.fields["step"]
             self._batches = {step: one for step, one in self._batches.items() if step <= kept}
@@ -93,9 +74,6 @@ class _Tally:
         elif event.kind == "refusal":
             reason = event.fields["reason"].partition(":")[0][:40]
             self._refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
-
-    def reputations(self) -> list[Reputation]:
-        return _sums(self._batches, self._refusals)
 
 
 def table(found: list[Reputation]) -> list[str]:

@@ -4,11 +4,14 @@ The canonical bytes are sorted ASCII JSON without spaces. Other bytes are refuse
 """
 
 import dataclasses
-import functools
 import json
 import re
+import reprlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import task_ranges
@@ -30,7 +33,7 @@ MAX_ENVIRONMENTS = 64  # of one batch
 class Event:
     """One event of a ledger: a statement about the worker `node`, signed by `author` (the worker itself, a validator, or the keeper).
 
-    `_FIELDS` has the fields of each kind, `_OPTIONAL` those that only some events have. Work is named by the SHA-256 of its file, tasks and
+    `_FIELDS` has the fields of each kind. Work is named by the SHA-256 of its file, tasks and
     groups by text (rl/ledger/task_ranges.py). Work is `checked` if it was replayed; no batch will have groups that are `dropped`; with
     `any_step`, batches may have groups of any step; `also` names further groups (`each`); `environments` has counts of a batch (rl/ledger/environments.py); `curriculum` is the digest of all results up to a batch. A refusal or eject event may name a server in place of the worker: it is at fault.
     """
@@ -102,14 +105,13 @@ def form_error(event: Event) -> str | None:
             return f"{name}: must be a public key as 64 lower-case hex digits"
     if not _is_hex(event.nonce, 32):
         return "nonce: must be 32 lower-case hex digits"
-    rules = _FIELDS[event.kind]
-    for optional in _OPTIONAL.get(event.kind, ()):
-        if isinstance(event.fields, dict) and optional.keys() & event.fields.keys():
-            rules = rules | optional
-    if not isinstance(event.fields, dict) or set(event.fields) != set(rules):
-        return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}; add or remove fields"
-    broken = (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name]))
-    return next(broken, None)
+    try:
+        _FIELDS[event.kind].model_validate(event.fields)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, rule = ".".join(map(str, first["loc"])) or "fields", first["msg"].removeprefix("Value error, ")
+        return f"{name}: {reprlib.repr(first['input'])} in the event {event.kind}: {rule}"
+    return None
 
 
 def printable(text: str) -> str:
@@ -121,125 +123,126 @@ def _is_hex(value, digits: int) -> bool:
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
 
 
-def _are_tasks(value) -> bool:
-    try:
-        return isinstance(value, str) and len(value) <= task_ranges.MAX_CHARS and bool(task_ranges.parse_tasks(value))
-    except ValueError:
-        return False
+def _printable(text: str) -> str:
+    if not text or not text.isprintable():
+        raise ValueError("must be printable characters, one or more")
+    return text
 
 
-def _are_groups(value, names: tuple[str, ...]) -> bool:
-    """Returns True for a list of further groups with valid fields of these names."""
-    rules = _GROUP | {"digest": _WORK}
-    is_list = isinstance(value, list) and 0 < len(value) <= MAX_ALSO
-    return is_list and all(
-        isinstance(one, dict) and one.keys() == {*names} and all(rules[name][0](one[name]) for name in names)
-        for one in value
-    )
+def _tasks(text: str) -> str:
+    if len(text) > task_ranges.MAX_CHARS:
+        raise ValueError(f"must be tasks in at most {task_ranges.MAX_CHARS} characters")
+    task_ranges.parse_tasks(text)
+    return text
 
 
-def _are_environments(value) -> bool:
-    """Returns True for a list of the environments of a batch: names, digests, and counts."""
-    counts = ("groups", "signal", "rollouts", "errors")
-    is_list = isinstance(value, list) and 0 < len(value) <= MAX_ENVIRONMENTS
-    return is_list and all(
-        isinstance(one, dict)
-        and one.keys() == {"name", "digest", *counts}
-        and _is_name(one["name"])
-        and (one["digest"] == "" or _is_hex(one["digest"], 64))
-        and all(_COUNT[0](one[count]) for count in counts)
-        and one["signal"] <= one["groups"]
-        and one["errors"] <= one["rollouts"]
-        for one in value
-    )
+def _at_most(most: int) -> pydantic.AfterValidator:
+    """Returns a limit on the length of any text: that of pydantic refuses lone surrogates, which a validator's verdict may have."""
+
+    def check(text: str) -> str:
+        if len(text) > most:
+            raise ValueError(f"must be a text of at most {most} characters")
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
-def _is_name(value) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 256 and value.isprintable()
+_T = TypeVar("_T")
+_Amount = Annotated[int, pydantic.Field(gt=0, le=MAX_AMOUNT)]
+_Count = Annotated[int, pydantic.Field(ge=0, le=MAX_AMOUNT)]
+_Pinned = Annotated[int, pydantic.Field(ge=-1, le=MAX_AMOUNT)]  # -1: not pinned
+_Rate = Annotated[float, pydantic.Field(gt=0, le=1)]
+_Hex16 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{16}$")]
+_Hex64 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]  # a SHA-256, or a public key
+_Hex128 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{128}$")]
+_Keys = Annotated[list[_Hex64], pydantic.Field(min_length=1, max_length=256)]
+_Text = Annotated[str, _at_most(4096)]
+_Reason = Annotated[str, pydantic.AfterValidator(_printable), _at_most(1024)]
+_Name = Annotated[str, pydantic.AfterValidator(_printable), _at_most(256)]
+_Tasks = Annotated[str, pydantic.AfterValidator(_tasks)]
+_Groups = Annotated[str, pydantic.AfterValidator(lambda text: text and _tasks(text))]  # or none
+_Split = Literal["train", "held_out"]
 
 
-_Rule = tuple[Callable[[object], bool], str]
-_AMOUNT: _Rule = (lambda value: type(value) is int and 0 < value <= MAX_AMOUNT, f"an integer in 1..{MAX_AMOUNT}")
-_WORK: _Rule = (lambda value: _is_hex(value, 64), "a SHA-256 as 64 lower-case hex digits")
-_REASON: _Rule = (
-    lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
-    "1 to 1024 printable characters",
-)
-_BOOL: _Rule = (lambda value: type(value) is bool, "true or false")
-_KEYS: _Rule = (
-    lambda value: isinstance(value, list) and 0 < len(value) <= 256 and all(_is_hex(key, 64) for key in value),
-    "a list of 1 to 256 public keys",
-)
-_COUNT: _Rule = (lambda value: type(value) is int and 0 <= value <= MAX_AMOUNT, f"an integer in 0..{MAX_AMOUNT}")
-_GROUP: dict[str, _Rule] = {
-    "split": (lambda value: value in ("train", "held_out"), "train or held_out"),
-    "step": _COUNT,
-    "group": _COUNT,
+class _Fields(pydantic.BaseModel):
+    """The fields of an event, or of an object in one."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+
+class _Work(_Fields):
+    """Names work, and the tasks of it that must not be accepted again: `run` and `tasks` are absent if there are none."""
+
+    work: _Hex64
+    run: _Hex16 = ""
+    tasks: _Tasks = ""
+
+    @pydantic.model_validator(mode="after")
+    def _are_both(self):
+        if bool(self.run) != bool(self.tasks):
+            raise ValueError("run and tasks must both be given, or neither")
+        return self
+
+
+class _Place(_Fields):
+    step: _Count
+    group: _Count
+
+
+class _Content(_Place):
+    digest: _Hex64
+
+
+class _Environment(_Fields):
+    name: _Name
+    digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{64})?$")]
+    groups: _Count
+    signal: _Count
+    rollouts: _Count
+    errors: _Count
+
+    @pydantic.model_validator(mode="after")
+    def _are_parts(self):
+        if self.signal > self.groups or self.errors > self.rollouts:
+            raise ValueError("signal must be at most groups, and errors at most rollouts")
+        return self
+
+
+_Also = Annotated[list[_T], pydantic.Field(min_length=1, max_length=MAX_ALSO)]
+_Environments = Annotated[list[_Environment], pydantic.Field(min_length=1, max_length=MAX_ENVIRONMENTS)]
+# The base of each kind's fields, and the others. A pair is a field that may be absent.
+_TABLE: dict[str, tuple[type[_Fields], dict[str, Any]]] = {
+    "open": (_Fields, {"validators": _Keys, "window_ms": _Amount}),
+    "join": (_Fields, {}),
+    "stake": (_Fields, {"amount": _Amount}),
+    "submit": (_Fields, {"work": _Hex64, "units": _Amount}),
+    "accept": (_Work, {"checked": bool}),
+    "invalidate": (_Work, {"units": _Amount, "reason": _Reason}),
+    "slash": (_Fields, {"amount": _Amount, "reason": _Reason}),
+    "eject": (_Fields, {"reason": _Reason}),
+    "resume": (_Fields, {"step": _Count, "run": _Hex64, "any_step": (bool, False)}),
+    "appoint": (_Fields, {"validators": _Keys, "quorum": _Amount, "min_rate": _Rate, "invited_rate": _Rate}),
+    "invite": (_Fields, {}),
+    "lease": (_Place, {"split": _Split, "version": _Pinned, "epoch": _Pinned, "also": (_Also[_Place], [])}),
+    "submission": (_Content, {"split": _Split, "also": (_Also[_Content], [])}),
+    "verdict": (
+        _Content,
+        {"split": _Split, "run": _Hex64, "accepted": bool, "reason": _Text, "detail": _Text}
+        | {"validator": _Hex64, "time_us": _Count, "signature": _Hex128},
+    ),
+    "refusal": (_Content, {"split": _Split, "reason": _Text, "environment": (_Name, "")}),
+    "batch": (
+        _Fields,
+        {"step": _Amount, "digest": _Hex64, "epoch": _Pinned, "verified": _Groups, "trusted": _Groups}
+        | {"dropped": (_Tasks, ""), "environments": (_Environments, []), "curriculum": (_Hex64, "")},
+    ),
+    "publish": (_Fields, {"version": _Count, "digest": _Hex64, "epoch": _Count}),
+    "naming": (_Fields, {"steps": Annotated[list[_Amount], pydantic.Field(min_length=1, max_length=MAX_STEPS)]}),
 }
-_TEXT: _Rule = (lambda value: isinstance(value, str) and len(value) <= 4096, "a text of at most 4096 characters")
-_GROUPS: _Rule = (lambda value: value == "" or _are_tasks(value), "groups of the step like '3:0-15,17', or empty")
-_FIELDS: dict[str, dict[str, _Rule]] = {
-    "open": {"validators": _KEYS, "window_ms": _AMOUNT},
-    "join": {},
-    "stake": {"amount": _AMOUNT},
-    "submit": {"work": _WORK, "units": _AMOUNT},
-    "accept": {"work": _WORK, "checked": _BOOL},
-    "invalidate": {"work": _WORK, "units": _AMOUNT, "reason": _REASON},
-    "slash": {"amount": _AMOUNT, "reason": _REASON},
-    "eject": {"reason": _REASON},
-    "resume": {"step": _COUNT, "run": _WORK},
-    "appoint": {"validators": _KEYS, "quorum": _AMOUNT},
-    "invite": {},
-    "lease": _GROUP
-    | {"version": (lambda value: type(value) is int and -1 <= value <= MAX_AMOUNT, "a version, or -1 if not pinned")},
-    "submission": _GROUP | {"digest": _WORK},
-    "verdict": _GROUP
-    | {"run": _WORK, "digest": _WORK, "accepted": _BOOL, "reason": _TEXT, "detail": _TEXT, "validator": _WORK}
-    | {"time_us": _COUNT, "signature": (lambda value: _is_hex(value, 128), "128 lower-case hex digits")},
-    "refusal": _GROUP | {"digest": _WORK, "reason": _TEXT},
-    "batch": {"step": _AMOUNT, "digest": _WORK, "verified": _GROUPS, "trusted": _GROUPS},
-    "publish": {"version": _COUNT, "digest": _WORK, "epoch": _COUNT},
-    "naming": {
-        "steps": (
-            lambda value: (
-                isinstance(value, list)
-                and 0 < len(value) <= MAX_STEPS
-                and all(type(step) is int and 0 < step <= MAX_AMOUNT for step in value)
-            ),
-            f"a list of 1 to {MAX_STEPS} steps",
-        )
-    },
+_FIELDS = {
+    kind: pydantic.create_model(
+        kind, __base__=base, **{name: one if isinstance(one, tuple) else (one, ...) for name, one in fields.items()}
+    )
+    for kind, (base, fields) in _TABLE.items()
 }
 KINDS = tuple(_FIELDS)
-_EPOCH: dict[str, _Rule] = {
-    "epoch": (lambda value: type(value) is int and -1 <= value <= MAX_AMOUNT, "an epoch, or -1 if not pinned")
-}
-_TASKS: dict[str, _Rule] = {
-    "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),
-    "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),
-}
-_DROPPED: dict[str, _Rule] = {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
-_ENVIRONMENTS: dict[str, _Rule] = {
-    "environments": (
-        _are_environments,
-        f"a list of 1 to {MAX_ENVIRONMENTS} objects with name, digest, groups, signal, rollouts, errors, or absent",
-    )
-}
-_CURRICULUM: dict[str, _Rule] = {"curriculum": _WORK}  # rl/protocol/curriculum.py
-_ENVIRONMENT: dict[str, _Rule] = {"environment": (_is_name, "1 to 256 printable characters, or absent")}
-_ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
-_RATE: _Rule = (lambda value: isinstance(value, (int, float)) and 0 < value <= 1, "a number in (0, 1]")
-_ALSO: dict[str, dict[str, _Rule]] = {
-    kind: {
-        "also": (
-            functools.partial(_are_groups, names=names),
-            f"a list of 1 to {MAX_ALSO} objects with {', '.join(names)}, or absent",
-        )
-    }
-    for kind, names in ALSO.items()
-}
-# Fields that an event has all of, or none: ledgers of earlier releases lack them.
-_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED, _ENVIRONMENTS, _CURRICULUM)}
-_OPTIONAL["refusal"] = (_ENVIRONMENT,)
-_OPTIONAL |= {"lease": (_EPOCH, _ALSO["lease"]), "submission": (_ALSO["submission"],)}
-_OPTIONAL |= {"resume": (_ANY_STEP,), "appoint": ({"min_rate": _RATE, "invited_rate": _RATE},)}

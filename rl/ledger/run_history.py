@@ -19,11 +19,11 @@ class Batch:
     """One batch event, and the state of the run at that time."""
 
     digest: str
-    epoch: int  # of its rollouts; -1: any, in ledgers of earlier releases
+    epoch: int  # of its rollouts
     basis: dict[int, str]  # group -> "verified" or "trusted"
     submissions: dict[int, tuple[str, str]]  # group -> worker and digest
     draw_head: str  # of the ledger when this start of the run began, from which the draws of its groups follow
-    rates: dict[str, float]  # min_rate and invited_rate of that start; none in ledgers of earlier releases
+    rates: dict[str, float]  # min_rate and invited_rate of that start
     records: dict[str, int]  # worker -> its groups that a quorum had accepted
     dropped: list[int]  # groups that no batch may have
     curriculum: str = ""  # the digest of all results up to this batch; "": the run has no curriculum
@@ -34,32 +34,40 @@ class History:
 
     def __init__(self):
         self.error: str | None = None
-        self.begin: int | None = None  # the step after which the ledger began: above 0 for runs of earlier releases
         self.heads: set[str] = set()  # "SEQ:HASH" of each entry, for the anchors in manifests
         self.batches: dict[int, Batch] = {}  # by step, of the last timeline
         self.num_resumes = 0
         self.undone: set[int] = set()  # steps that a resume took back, and that no batch has made again
         self.run = run_rules.RunState()
-        self._draw: tuple[str, dict[str, float]] = "", {}  # head and rates of the last start
+        # Head and rates of the last start; before one, every group needs a verdict.
+        self._draw: tuple[str, dict[str, float]] = "", {"min_rate": 1.0, "invited_rate": 1.0}
 
     def add(self, entry: storage.Entry, state: balances.State) -> None:
         """Adds an entry; `state` is that after it."""
         fields, self.run = entry.event.fields, state.run
         if entry.event.kind == "resume":
-            self.begin = fields["step"] if self.begin is None else self.begin
             self.num_resumes += 1
             self.undone |= {step for step in self.batches if step > fields["step"]}
             self.batches = {step: batch for step, batch in self.batches.items() if step not in self.undone}
         elif entry.event.kind == "appoint":
-            rates = {name: fields[name] for name in ("min_rate", "invited_rate") if name in fields}
+            rates = {name: fields[name] for name in ("min_rate", "invited_rate")}
             self._draw = f"{entry.seq - 1}:{entry.previous.hex()}", rates
         elif entry.event.kind == "batch":
             basis = {group: basis for (_, group), basis in self.run.batch.items()}
             submissions = {group: submitted for (_, group), submitted in self.run.submissions.items()}
-            rest = basis, submissions, *self._draw, dict(self.run.records), [group for _, group in self.run.dropped]
+            draw_head, rates = self._draw
             self.undone.discard(fields["step"])
-            own = fields.get("curriculum", "")
-            self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest, curriculum=own)
+            self.batches[fields["step"]] = Batch(
+                digest=fields["digest"],
+                epoch=fields["epoch"],
+                basis=basis,
+                submissions=submissions,
+                draw_head=draw_head,
+                rates=rates,
+                records=dict(self.run.records),
+                dropped=[group for _, group in self.run.dropped],
+                curriculum=fields.get("curriculum", ""),
+            )
         self.heads.add(f"{entry.seq}:{entry.hash.hex()}")
 
 

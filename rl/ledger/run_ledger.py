@@ -96,11 +96,14 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records that the run starts or continues after batch `step`: later batches and versions are void, leases are lost."""
         return self._record("resume", self._keeper, step=step, run=self._run, **self._order)
 
-    def appointed(self, validators: Sequence[str], quorum: int = 1, **rates: float) -> Recorded:
+    def appointed(
+        self, validators: Sequence[str], quorum: int = 1, *, min_rate: float, invited_rate: float
+    ) -> Recorded:
         """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group.
 
-        `rates` are min_rate and invited_rate, by which groups are drawn for a verdict from now on.
+        Groups are drawn for a verdict by the two rates from now on.
         """
+        rates = {"min_rate": min_rate, "invited_rate": invited_rate}
         return self._record("appoint", self._keeper, validators=sorted(validators), quorum=quorum, **rates)
 
     def verdict(self, signed: verdict_lib.SignedVerdict) -> Recorded:

@@ -161,7 +161,7 @@ class RunState:
         elif event.kind == "lease" and fields["split"] == "train":
             for one in events.each(fields):
                 holders = {worker} | (group.holders if (group := self._group(one)) else set())
-                self._open[one["step"]][one["group"]] = _Group(holders, epoch=fields.get("epoch", -1))
+                self._open[one["step"]][one["group"]] = _Group(holders, epoch=fields["epoch"])
         elif event.kind == "submission" and fields["split"] == "train":
             for one in events.each(fields):
                 group = self._open[one["step"]][one["group"]]

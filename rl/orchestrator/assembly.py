@@ -59,13 +59,13 @@ def make(
         on_wait(f"{line}; the validator computes in {validator_is}; {rollouts.nodes.numerics()}")
         rollouts.doubt(node)
 
-    options = {"servers": server_keys, "own": own, "count_once": True, "on_flagged": on_flagged}
+    options = {"servers": server_keys, "own": own, "on_flagged": on_flagged}
     evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=bands.convicts, **options)
     # A resumed run makes late groups of earlier steps again.
     num_kept = 0 if task_schedule.is_fixed(config.rl) else task_schedule.num_open_steps(config)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
-    validator = verifier.Validator(experiment.model, params, rules, evidence, bands)
+    validator = verifier.Verifier(experiment.model, params, rules, evidence, bands)
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
@@ -135,7 +135,7 @@ def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:
 
 
 def _verdicts(
-    trust, validator: verifier.Validator, key: rollout_lib.WorkerKey, on_fault, num_hosts: int
+    trust, validator: verifier.Verifier, key: rollout_lib.WorkerKey, on_fault, num_hosts: int
 ) -> verdict_collector.VerdictCollector:
     """Returns the collector of verdicts on quarantined groups, from the processes in `trust.validators`, or this one."""
     if not trust.validators:

@@ -30,7 +30,7 @@ from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.state import RunState
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import verdict as verdict_lib
-from rl.verification import checks, responsibility
+from rl.verification import checks, evidence_log
 from rl.verification import rules as rules_lib
 
 NOT_LEASED = "not leased (or already submitted); late work has no consequences"
@@ -300,7 +300,7 @@ class Submissions:
     def _blame(self, state: RunState, entry: queue_entry.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply. `is_fault`: it failed a check."""
         rules = self.rules.at_lease(entry.group, state.policy.version)
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, state.servers.invited):
+        if server := evidence_log.server_at_fault(entry.rollouts, verdict, rules, state.servers.invited):
             return self._blame_server(state, entry, server, verdict)
         worker, group = entry.worker, entry.group
         state.counts["refused"] += len(entry.rollouts)
@@ -400,7 +400,7 @@ class Submissions:
 
 def answering(state: RunState, entry: queue_entry.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
     """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
-    server = responsibility.server_of(entry.rollouts, state.servers.invited)
+    server = evidence_log.server_of(entry.rollouts, state.servers.invited)
     return [(state.health, entry.worker), *([(state.servers, server)] if server else [])]
 
 

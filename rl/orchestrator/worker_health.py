@@ -19,7 +19,7 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
 6. A failed check makes a worker a suspect: its rate is 1 from then on. `reveal` names the steps trained on its unverified groups.
    After `max_rejections` rejected groups the worker is banned: it gets no more work.
 7. Registered inference servers, which answer for the samples that they sign, have such marks of their own: as invited keys that take no
-   leases, and whose groups are those in which they signed all samples (rl/verification/responsibility.py).
+   leases, and whose groups are those in which they signed all samples (rl/verification/evidence_log.py).
 
 Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the time and
 which leases still hold. Memory grows with accepted and rejected groups, not with keys.

@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import enum
 import hashlib
 import hmac
 import re
@@ -24,6 +25,44 @@ HALF_AT = 32  # groups that passed a replay, without a fault, bring a reputation
 FAULT = 2 * HALF_AT  # how many of these one fault outweighs
 
 
+class Reason(enum.StrEnum):
+    """Why a rollout or group was rejected, or "ok"."""
+
+    OK = "ok"  # accepted
+    # Without weights.
+    SCHEMA = "schema"  # a field has the wrong type, size, or range
+    SIGNATURE = "signature"  # the worker did not sign it, or several workers did
+    ATTESTATION = "attestation"  # the server that it names did not sign these samples
+    STEP = "step"  # the run has no such step
+    TASK = "task"  # another task or environment than the group's
+    SAMPLES = "samples"  # the group lacks samples or branches, or has others
+    SEED = "seed"  # another seed of the sampling noise than prescribed
+    TEMPERATURE = "temperature"  # another temperature than prescribed
+    PROMPT = "prompt"  # another prompt than the task's
+    TURNS = "turns"  # more calls or branches than an episode may have, or fields that its environment does not have
+    LENGTH = "length"  # more tokens than allowed
+    TOKENS = "tokens"  # a token that the vocabulary lacks
+    TERMINATION = "termination"  # a completion ends where no server ends one
+    VERSIONS = "versions"  # policy versions that are too old, too new, or in descending order
+    REWARD = "reward"  # our scorer found another reward
+    UNSCORED = "unscored"  # our scorer timed out, and the worker claims a reward
+    ENVIRONMENT = "environment"  # the replay of the episode differs
+    DUPLICATE = "duplicate"  # its task was accepted before
+    # With weights.
+    WEIGHTS = "weights"  # a policy version is not available here: no fault of the worker
+    ROUTING = "routing"  # other MoE experts than the policy's
+    KEPT = "kept"  # another set of tokens to sample from than the filters keep
+    SAMPLING = "sampling"  # other tokens than the noise draws
+    LOGPROB = "logprob"  # other log-probabilities than the policy's
+    SHAPE = "shape"  # the tokens fit another temperature
+    TOPLOC = "toploc"  # a proof does not fit the hidden states
+    # Over many groups.
+    STATISTICS = "statistics"  # small deviations of the worker add up
+    NEWCOMER = "newcomer"  # new workers deviate together: no fault of this one
+    UNDECIDED = "undecided"  # validators contradict each other: no fault of the worker
+    UNANSWERED = "unanswered"  # too many validators fail on this group alone: no fault of the worker
+
+
 @dataclasses.dataclass(frozen=True)
 class SignedVerdict:
     """A validator's statement about one group. All fields are plain values; `validator` and `run` are public keys in hex."""
@@ -34,7 +73,7 @@ class SignedVerdict:
     group: int
     digest: str  # `group_digest` of the rollouts
     accepted: bool
-    reason: str  # a code of `checks.Verdict`; "ok" if accepted
+    reason: str  # a `Reason` if this release knows it; "ok" if accepted
     detail: str = ""
     validator: str = ""
     time_us: int = 0
@@ -62,7 +101,7 @@ class SignedVerdict:
             if type(body[name]) is not kind:
                 raise ValueError(f"verdict has {name} = {body[name]!r:.80}; send a {kind}")
         verdict = cls(**body)
-        is_clear = verdict.accepted == (verdict.reason == "ok") and re.fullmatch("[a-z_]{1,32}", verdict.reason)
+        is_clear = verdict.accepted == (verdict.reason == Reason.OK) and re.fullmatch("[a-z_]{1,32}", verdict.reason)
         if not (is_clear and 0 <= verdict.time_us < 2**53 and text_lib.is_hex(verdict.signature, 128)):
             found = f"accepted = {verdict.accepted}, reason {verdict.reason!r:.80}, time_us = {verdict.time_us!r:.20}"
             raise ValueError(

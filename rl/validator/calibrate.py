@@ -147,7 +147,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, mea
     trusted = run_directory.trusted_key(folder)
     get = verifier.published(str(weights), key=trusted)
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
-    validator = verifier.Validator(replayed, lambda version, epoch: get(version), rules_lib.Rules.of(exp.config))
+    validator = verifier.Verifier(replayed, lambda version, epoch: get(version), rules_lib.Rules.of(exp.config))
     sampled = dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype)
     engine = dataclasses.replace(exp.engine, routed_experts=exp.model.num_experts > 0)
     exp = dataclasses.replace(exp, model=sampled, engine=engine)
@@ -174,7 +174,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, mea
 
 
 def measure(
-    validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout], *, is_unnamed: bool = False
+    validator: verifier.Verifier, rollouts: Sequence[rollout_lib.Rollout], *, is_unnamed: bool = False
 ) -> measurement.Measured:
     """Replays honest rollouts of one variant and returns how much the replay differs from their claims."""
     if is_unnamed:

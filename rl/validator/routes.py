@@ -38,25 +38,23 @@ MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 REPORT_S = 30.0  # between two lines about verdicts
 
 
-def make_app(service: validator_service.Service | None, judge: judge_lib.Judge | None = None) -> fastapi.FastAPI:
+def make_app(judge: judge_lib.Judge, service: validator_service.Service | None = None) -> fastapi.FastAPI:
     """Returns the HTTP application of a validator. A request that raises ValueError gets status 400 with the message."""
     app = fastapi.FastAPI(title="Intellax validator", docs_url=None, redoc_url=None)
 
     def verdicts() -> dict[str, int]:
-        counts = [collections.Counter(dict(one.counts)) for one in (service, judge) if one]  # other threads count
+        counts = [collections.Counter(dict(one.counts)) for one in (judge, service) if one]  # other threads count
         return dict(sum(counts, collections.Counter()))
 
     def health() -> dict:
-        is_busy = bool(judge and judge.is_busy or service and service.is_busy)
+        is_busy = judge.is_busy or (service is not None and service.is_busy)
         return {"verdicts": verdicts(), "waiting_for": "" if is_busy else "requests"}
 
     metrics = role_metrics.RoleMetrics("validator", lambda: {"verdicts_total": verdicts()}, ["verdict"])
     metrics_routes.add(app, metrics, health)
+    _add_verdicts(app, judge, metrics.seconds["verdict"])
     if service:
         _add_files(app, service)
-    if judge:
-        _add_verdicts(app, judge, metrics.seconds["verdict"])
-
     web.reply_errors(app, {ValueError: (400, "invalid_request_error")})
     return app
 
@@ -136,32 +134,29 @@ def serve(args: argparse.Namespace) -> int:
         rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run, code=args.code)
         keep_steps = task_schedule.num_open_steps(config) + 7
 
-        def make_validator(*, count_once: bool = False) -> verifier.Validator:
-            note = functools.partial(print, flush=True)
-            # Those of the run's own servers and workers, if it is on this machine.
-            keys = sorted((workdir / "keys").glob("[sw]*.key")) if config.topology.mode != "remote" else ()
-            own = [rollout_lib.WorkerKey.load(file).worker for file in keys]
-            bands = run_bands.RunBands.of(config, workdir, own=own, file=args.bands or "", on_note=note)
-            options = {"count_once": count_once, "on_flagged": lambda node, line: note(line)}
-            evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=bands.convicts, **options)
-            return verifier.Validator(experiment.model, pull, rules, evidence, bands)
-
+        note = functools.partial(print, flush=True)
+        # Those of the run's own servers and workers, if it is on this machine.
+        keys = sorted((workdir / "keys").glob("[sw]*.key")) if config.topology.mode != "remote" else ()
+        own = [rollout_lib.WorkerKey.load(file).worker for file in keys]
+        bands = run_bands.RunBands.of(config, workdir, own=own, file=args.bands or "", on_note=note)
+        evidence = evidence_log.EvidenceLog.of(
+            config, bands.bands, convicts=bands.convicts, on_flagged=lambda node, line: note(line)
+        )
+        checker = verifier.Verifier(experiment.model, pull, rules, evidence, bands)
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))
-        memory = workdir / f"evidence-{key.worker[:16]}.json"
-        judge = judge_lib.Judge(make_validator(count_once=True), key, run, memory=memory, keep_steps=keep_steps)
+        ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key)) if args.ledger else None
+        identity = f"run {run[:16]}, {f'the ledger of {ledger.state.keeper[:16]}' if ledger else 'no ledger'}"
+        state = validator_state.State(args.state or workdir / f"validator-{key.worker[:16]}.db", identity)
+        stack.callback(state.close)
+        judge = judge_lib.Judge(checker, key, run, state=state, keep_steps=keep_steps)
         service = None
         if args.rollouts:
-            ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key)) if args.ledger else None
-            secret = run_directory.secret(workdir, config.seed)
-            identity = validator_state.identity(secret, ledger and ledger.state.keeper)
-            state = validator_state.State(args.state or workdir / "validator.db", identity, keep_steps=keep_steps)
             service = validator_service.Service(
-                make_validator(),
+                judge,
                 pathlib.Path(args.rollouts),
                 lambda: -1 if (latest := broadcast.latest(weights, key=trusted)) is None else latest,
-                secret=secret,
+                secret=run_directory.secret(workdir, config.seed),
                 min_rate=config.trust.min_rate,
-                state=state,
                 ledger=ledger,
                 slash=args.slash,
                 eject=args.eject,
@@ -180,7 +175,7 @@ def serve(args: argparse.Namespace) -> int:
             where = {"url": sockets.address(sock)}
             node = sign_in.SignIn(args.orchestrator, key.private, "validator", lambda: where, run=run)
             stack.enter_context(node)
-        server = web.server(make_app(service, judge))
+        server = web.server(make_app(judge, service))
         if args.exit_with_parent:
             cli.stop_at_eof(lambda: setattr(server, "should_exit", True))
         web.run(server, sock)
@@ -226,7 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollouts", help="directory of files to check (default: only groups are checked, for an orchestrator)")
     add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
     add("--bands", help="JSON file of calibrate (default: trust.bands of the run)")
-    add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
+    add("--state", help="file of decisions and evidence, for the next start (default: <workdir>/validator-<key>.db)")
     add("--ledger", help="ledger file to write verdicts to")
     add("--key", help="file of this validator's key, made if absent (default: <workdir>/keys/validator.key)")
     add("--slash", type=int, default=0, help="stake to take for an offense")

@@ -1,7 +1,6 @@
 """The status that a validation service reports for a file or a request of several files.
 
-Each rollout has a verdict; its rank is an index into RANKS. A group is rejected with its worst member. `of_file` combines the rollouts of
-a file: its status is the worst of theirs. `combined` does the same for the files of a request, with indices of files.
+A file has the status of its worst group (STATUSES), and a request that of its worst file, with indices of files.
 """
 
 import dataclasses
@@ -14,27 +13,12 @@ from models import flops as flops_lib
 from rl.ledger import balances
 from rl.verification import checks
 
-PARTIAL = "incomplete_group"  # reason of a rollout whose group is incomplete, which is not the worker's fault
 TOO_MANY = "file: too many groups"
-MAX_REASONS = 256  # rollouts of a file whose reasons are listed, offenses first; `failing_indices` lists all
-RANKS = ("accept", "incomplete_group", "crashed", "reject")
-REJECT = RANKS.index("reject")
-
-
-@dataclasses.dataclass
-class Checked:
-    """One rollout in a request to the validation service, with its verdict so far; a later check may replace the verdict."""
-
-    rollout: rollout_lib.Rollout
-    file: int  # its number in the request
-    verdict: checks.Verdict = checks.OK
-    group_rank: int = 0  # that of its group's worst member
-    is_replayed: bool = False
-
-    @property
-    def rank(self) -> int:
-        """The index in RANKS of the status that this verdict means. Missing weights are the validator's fault and rank as "crashed"."""
-        return {"ok": 0, PARTIAL: 1, "weights": 2}.get(self.verdict.reason, REJECT)
+MAX_REASONS = 256  # groups of a file whose reasons are listed, offenses first; `failing_indices` lists all rollouts
+STATUSES = ("accept", "incomplete_group", "crashed", "reject")  # the worst comes last
+# No fault of the worker: the group's other files are missing, or the weights are not here.
+NO_FAULT = {checks.Reason.OK: "accept", checks.Reason.SAMPLES: "incomplete_group", checks.Reason.WEIGHTS: "crashed"}
+NO_OFFENSE = (checks.Reason.DUPLICATE, checks.Reason.UNSCORED, checks.Reason.NEWCOMER, TOO_MANY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +28,9 @@ class Status:
     status: str
     reason: str = ""
     failing_indices: tuple[int, ...] = ()
-    reasons: dict[int, str] = dataclasses.field(default_factory=dict)  # by index, of the rollouts or files at fault
+    reasons: dict[int, str] = dataclasses.field(
+        default_factory=dict
+    )  # by index, of each rejected group's first rollout
     input_flops: int = 0
     output_flops: int = 0
     checked: bool = False  # at least one of its groups was replayed
@@ -53,17 +39,23 @@ class Status:
 
     @property
     def final(self) -> bool:
-        """True if no other file could change this file's status: the file was accepted, or has a fault of its own."""
-        return self.status == "accept" or (self.status == "reject" and bool(self.reasons))
+        """True if no other file could change this file's status."""
+        return self.status in ("accept", "reject")
 
 
 _model_flops = functools.lru_cache(16)(flops_lib.ModelFlops.of)
 UNKNOWN = Status("unknown", "it was never submitted, or too long ago")
 
 
-def rejected(reason: str, num_rollouts: int = 1, signers: tuple[str, ...] = ()) -> Status:
-    """Returns the final status of a file whose rollouts are all rejected for one reason."""
-    return Status("reject", reason, tuple(range(num_rollouts)), {0: reason}, signers=signers)
+def read(body: dict) -> Status:
+    """Returns the status in the JSON of `dataclasses.asdict`."""
+    tuples = {name: tuple(body[name]) for name in ("failing_indices", "signers")}
+    return Status(**body | tuples | {"reasons": {int(i): reason for i, reason in body["reasons"].items()}})
+
+
+def rejected(reason: str, num_rollouts: int = 1, signers: tuple[str, ...] = (), at: int = 0) -> Status:
+    """Returns the final status of a file whose rollouts are all rejected for one reason, found in rollout `at`."""
+    return Status("reject", reason, tuple(range(num_rollouts)), {at: reason}, signers=signers)
 
 
 def of_work(work: balances.Work) -> Status | None:
@@ -76,22 +68,32 @@ def of_work(work: balances.Work) -> Status | None:
     return None
 
 
-def of_file(model: config_lib.ModelConfig, rollouts: Sequence[Checked], least: int) -> Status:
-    """Combines the verdicts of a file's rollouts into the file's status: the worst of them, and at least as bad as RANKS[`least`]."""
-    worst = max(least, *(one.group_rank for one in rollouts))
-    own = [str(one.verdict).removeprefix(f"{PARTIAL}: ") for one in rollouts if worst and one.rank == worst]
-    flops = [flops_of(model, one.rollout) for one in rollouts]
-    faults = {i: str(one.verdict) for i, one in enumerate(rollouts) if one.rank == REJECT}
+def of_verdict(verdict: checks.Verdict) -> str:
+    """Returns the status of a group with this verdict."""
+    return NO_FAULT.get(verdict.reason, "reject")
+
+
+def of_file(
+    model: config_lib.ModelConfig,
+    rollouts: Sequence[rollout_lib.Rollout],
+    groups: Sequence[tuple[Sequence[int], checks.Verdict]],
+    *,
+    is_checked: bool,
+) -> Status:
+    """Returns the status of a file: the worst of its `groups`, which are (indices of rollouts, verdict)."""
+    worst = max((verdict for _, verdict in groups), key=lambda verdict: STATUSES.index(of_verdict(verdict)))
+    faults = {indices[0]: str(verdict) for indices, verdict in groups if of_verdict(verdict) == "reject"}
     listed = sorted(faults, key=lambda i: (not is_offense(faults[i]), i))[:MAX_REASONS]
+    flops = [flops_of(model, rollout) for rollout in rollouts]
     return Status(
-        RANKS[worst],
-        (own[0] if own else "group: it depends on another file of the request") if worst else "",
-        tuple(i for i, one in enumerate(rollouts) if one.group_rank),
+        of_verdict(worst),
+        "" if worst.accepted else str(worst),
+        tuple(sorted(i for indices, verdict in groups if not verdict.accepted for i in indices)),
         {i: faults[i] for i in sorted(listed)},
         sum(prompt for prompt, _ in flops),
         sum(output for _, output in flops),
-        any(one.is_replayed for one in rollouts),
-        tuple(sorted({one.rollout.worker for one in rollouts})),
+        is_checked,
+        tuple(sorted({rollout.worker for rollout in rollouts})),
     )
 
 
@@ -113,7 +115,7 @@ def is_offense(reason: str) -> bool:
     Honest workers may repeat a task (an expired lease, a stale batch), score faster than the validator, or write too large files:
     such work is neither paid nor penalized.
     """
-    return not reason.startswith(("duplicate", "unscored", "newcomer", TOO_MANY))
+    return not reason.startswith(NO_OFFENSE)
 
 
 def with_units(file: Status, units: int) -> Status:
@@ -126,7 +128,7 @@ def with_units(file: Status, units: int) -> Status:
 
 def combined(files: Sequence[Status]) -> Status:
     """Combines the statuses of a request's files into the status of the request: the worst one, with indices of files."""
-    worst = max(files, key=lambda file: (RANKS.index(file.status), bool(file.reasons)))
+    worst = max(files, key=lambda file: STATUSES.index(file.status))
     return Status(
         worst.status,
         worst.reason,

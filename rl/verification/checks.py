@@ -1,6 +1,6 @@
 """The rules that an honest rollout keeps, each a function that returns a verdict. Nothing else states them.
 
-A check takes (subject, rules) and returns a `Verdict`; `first_failure` runs a table of checks in order, cheap ones first.
+A check takes (subject, rules) and returns OK or a `Verdict` that rejects; `first_failure` runs a table of checks in order, cheap ones first.
 1. `AT_LEASE`: fields that follow from the lease. The orchestrator checks them under its lock (`check_at_lease`).
 2. `WITHOUT_WEIGHTS`: all that needs no model, AT_LEASE included. `claimed_logprobs` and `rewards` complete it; they take many
    rollouts, since a call of numpy or of the scorer costs more than the arithmetic (18 against 390 us per rollout of 500 tokens).
@@ -23,37 +23,35 @@ from inference.proofs import toploc
 from inference.rollouts import attestation, kept_sets
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import continuations, lease, noise_seed, task_schedule
-from rl.verification import replay, seen_set, sequential_test
+from rl.protocol import verdict as verdict_lib
+from rl.verification import replay, sequential_test
 from rl.verification import rules as rules_lib
 
 NOISE_SPAN = 20.0  # nats: Gumbel noise of 23 bits is at most 16.6 and at least -2.8, plus room for rounding
 REWARD_SLACK = 1e-6  # of a claimed reward: a scorer may round to float32. A batch has our own rewards, not the claims
 CHANCE = 1e-7  # probability of rejecting an honest rollout, per check that depends on chance
 Subject = TypeVar("Subject")
+Reason = verdict_lib.Reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
+    """The result of checking one rollout or group: OK, or a reason to reject it, with details as text."""
 
-    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
-    (our scorer timed out), environment (a replay of the episode differs), termination, prompt, attestation, weights, routing, kept, sampling, logprob, shape, toploc, statistics, turns.
-    """
-
-    reason: str
+    reason: str  # a `Reason`; validators elsewhere may have others
     detail: str = ""
     scores: Mapping[str, float] | None = dataclasses.field(default=None, compare=False)  # recomputed, by `rewards`
 
     @property
     def accepted(self) -> bool:
         """True if the check accepts the rollout."""
-        return self.reason == "ok"
+        return self.reason == Reason.OK
 
     def __str__(self) -> str:
-        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+        return f"{self.reason}: {self.detail}" if self.detail else str(self.reason)
 
 
-OK = Verdict("ok")
+OK = Verdict(Reason.OK)
 Check = Callable[[Subject, rules_lib.Rules], Verdict]
 
 
@@ -80,111 +78,117 @@ def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rul
 
 
 def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if rollouts are all samples of one group, each branch once, with one prompt and of one worker, or a verdict that rejects."""
+    """Checks that rollouts are all samples of one group, each branch once, with one prompt and of one worker."""
     group = _prescribed(rollouts[0], rules)
-    count, episodes = group.num_samples if group else 0, rollout_lib.episodes(rollouts)
+    if group is None:
+        return task(rollouts[0], rules)
+    count, episodes = group.num_samples, rollout_lib.episodes(rollouts)
     roots = [episode[0] for episode in episodes]
     if (found := [root.sample for root in roots]) != list(range(count)):
-        return Verdict("samples", f"expected 0..{count - 1} once each, got {found[:16]}")
+        return Verdict(Reason.SAMPLES, f"expected 0..{count - 1} once each, got {found[:16]}")
     for episode in episodes:
         places = [(rollout.branch, rollout.num_branches) for rollout in episode]
         if places != [(branch, len(episode)) for branch in range(len(episode))]:
             detail = f"expected every branch of sample {episode[0].sample} once, got (branch, number) {places[:16]}"
-            return Verdict("samples", detail)
+            return Verdict(Reason.SAMPLES, detail)
     if len({root.tokens[: root.prompt_length].tobytes() for root in roots}) > 1:
-        return Verdict("prompt", "the samples of one group have different prompts")
-    if rules.vine and group and group.split == "train":
+        return Verdict(Reason.PROMPT, "the samples of one group have different prompts")
+    if rules.vine and group.split == "train":
         branches = [episode[1:] for episode in episodes]
         if (found := continuations.error(roots, branches, rules.vine, rules.max_tokens)) is not None:
-            return Verdict("samples", found)
+            return Verdict(Reason.SAMPLES, found)
     is_same = len({rollout.worker for rollout in rollouts}) == 1
-    return _accept_if(is_same, "signature", "the samples of one group come from different workers")
+    return _accept_if(is_same, Reason.SIGNATURE, "the samples of one group come from different workers")
 
 
 # ---- one rollout, without weights -----------------------------------------------------------------------------------
 
 
 def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if every field of a rollout has a valid type and range, or a verdict that rejects. Runs before all other checks."""
-    return _reject_for("schema", rollout_lib.validate(rollout))
+    """Checks the type and range of every field. Runs before all other checks."""
+    return _reject_for(Reason.SCHEMA, rollout_lib.validate(rollout))
 
 
 def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the rollout is signed by the public key in its field `worker`, or a verdict that rejects."""
-    return _accept_if(rollout_lib.signature_ok(rollout), "signature", "the key in `worker` did not sign this")
+    """Checks the signature by the public key in the field `worker`."""
+    return _accept_if(rollout_lib.signature_ok(rollout), Reason.SIGNATURE, "the key in `worker` did not sign this")
 
 
 def vouched(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the server that a rollout names vouches for it, in this run and under its settings, or a verdict that rejects. OK without one."""
+    """Checks that the server that a rollout names, if any, vouches for it, in this run and under its settings."""
     asked = {"run": rules.run, "max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
     is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked, rules.hidden_dim)
     found = f"the signature of server {rollout.server[:16]} does not fit the samples"
-    return _accept_if(is_vouched, "attestation", found)
+    return _accept_if(is_vouched, Reason.ATTESTATION, found)
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the step, task, sample, seed, and temperature of a rollout are those of the run's schedule, or a verdict that rejects.
+    """Compares step, task, sample, seed, and temperature with the run's schedule.
 
     The seed of the sampling noise is prescribed, so that a worker cannot choose among several samples.
     """
     if not rules.groups(rollout.step):
-        return Verdict("step", f"{rollout.step} is not a step of this run")
+        return Verdict(Reason.STEP, f"{rollout.step} is not a step of this run")
     group, found = _prescribed(rollout, rules), rollout.task
     if group is None:
-        return Verdict("task", f"group {found.group} does not belong to step {rollout.step}")
+        return Verdict(Reason.TASK, f"group {found.group} does not belong to step {rollout.step}")
     if (found.env, found.index, found.seed) != (rules.env, group.index, rules.env_seed):
         expected = f"{rules.env} {group.index} of seed {rules.env_seed}"
-        return Verdict("task", f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
+        return Verdict(Reason.TASK, f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
     if rules.env_digest and rollout.env_digest not in ("", rules.env_digest):
-        return Verdict("task", f"its environment has the digest {rollout.env_digest[:16]}, not {rules.env_digest[:16]}")
+        return Verdict(
+            Reason.TASK, f"its environment has the digest {rollout.env_digest[:16]}, not {rules.env_digest[:16]}"
+        )
     if not 0 <= rollout.sample < group.num_samples:
-        return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
+        return Verdict(Reason.SAMPLES, f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
     prompt = rollout.tokens[: rollout.prompt_length]
     seed = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt, rollout.draw)
     if rollout.seed != seed:
-        return Verdict("seed", f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
+        return Verdict(Reason.SEED, f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
     detail = f"expected {group.temperature}, got {rollout.temperature}"
-    return _accept_if(abs(rollout.temperature - group.temperature) <= 1e-6, "temperature", detail)
+    return _accept_if(abs(rollout.temperature - group.temperature) <= 1e-6, Reason.TEMPERATURE, detail)
 
 
 def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout keeps the limits on the numbers of turns, of sampled and of all tokens, and on token IDs, or a verdict that rejects."""
+    """Checks the limits on the numbers of turns, of sampled and of all tokens, and on token IDs."""
     spans = rollout.spans
     if rollout.calls is None and not rollout.sampled_mask[rollout.prompt_length :].all():
-        return Verdict("prompt", "tokens after it were not sampled")
+        return Verdict(Reason.PROMPT, "tokens after it were not sampled")
     if len(spans) > rules.max_turns or rollout.num_branches > rules.max_branches:
         found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
-        return Verdict("turns", f"{found}, more than the turns of an episode, {rules.max_turns}")
+        return Verdict(Reason.TURNS, f"{found}, more than the turns of an episode, {rules.max_turns}")
     for (start, end), most in zip(spans, _call_limits(rollout, rules), strict=True):
         if most > rules.max_tokens:  # the worker asked for so many
-            return Verdict("turns", f"a call asked for {most} tokens, more than {rules.max_tokens}")
+            return Verdict(Reason.TURNS, f"a call asked for {most} tokens, more than {rules.max_tokens}")
         if end - start > most:
-            return Verdict("length", f"{end - start} sampled tokens, at most {most} were asked for")
+            return Verdict(Reason.LENGTH, f"{end - start} sampled tokens, at most {most} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
-        return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
+        return Verdict(Reason.LENGTH, f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     top = int(rollout.tokens.max())
-    return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
+    return _accept_if(
+        top < rules.vocab_size, Reason.TOKENS, f"ID {top} is outside the vocabulary of {rules.vocab_size}"
+    )
 
 
 def one_call(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout of an environment with one call sets no field that follows from a replay of calls, or a verdict that rejects.
+    """Checks that a rollout of an environment with one call sets no field that follows from a replay of calls.
 
     With them a worker would choose which samples train, and where they end. `continuations.error` checks those of a continuation.
     """
     if rules.score is None:
         return OK
     if rollout.branch and not (rules.vine and _group(rollout, rules).split == "train"):
-        return Verdict("turns", f"branch {rollout.branch} of an episode with one call")
+        return Verdict(Reason.TURNS, f"branch {rollout.branch} of an episode with one call")
     is_set = {"calls": rollout.calls is not None, "prefix_versions": rollout.prefix_versions is not None}
     if not rollout.branch:
         is_set |= {"call_limits": rollout.call_limits is not None, "draw": rollout.draw != 0}
         is_set |= {"trains": not rollout.trains}
     found = ", ".join(name for name, value in is_set.items() if value)
-    return _accept_if(not found, "turns", f"{found} set in an episode with one call")
+    return _accept_if(not found, Reason.TURNS, f"{found} set in an episode with one call")
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the policy versions that computed the tokens ascend, are recent enough, and are published, or a verdict that rejects.
+    """Checks that the policy versions that computed the tokens ascend, are recent enough, and are published.
 
     Step n trains on rollouts of versions up to n - 1, since the step itself makes version n. In a run whose batches have groups of any
     step, the newest published version is the bound.
@@ -192,16 +196,18 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     group, versions = _group(rollout, rules), rollout.versions
     low, high = rollout.oldest_version, int(versions.max())
     if low < group.min_version:
-        return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
+        return Verdict(
+            Reason.VERSIONS, f"{low} is older than {group.min_version}, the oldest that step {group.step} takes"
+        )
     if low != high and np.any(versions[1:] < versions[:-1]):
-        return Verdict("versions", "they decrease along the sequence")
+        return Verdict(Reason.VERSIONS, "they decrease along the sequence")
     if _pins_others(group, low, high):
-        return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
+        return Verdict(Reason.VERSIONS, f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train" and rules.is_fixed:
         newest = min(newest, group.step - 1)
     detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"
-    return _accept_if(high <= newest, "versions", detail)
+    return _accept_if(high <= newest, Reason.VERSIONS, detail)
 
 
 def is_excluded(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> bool:
@@ -215,35 +221,35 @@ def _pins_others(group: lease.Lease, low: int, high: int) -> bool:
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a training rollout names the MoE experts that ran, in the right shape, or a verdict that rejects. OK if the run uses no router replay."""
+    """Checks that a training rollout of a run with router replay names the MoE experts that ran, in the right shape."""
     required = rules.router_replay and _group(rollout, rules).split == "train"
-    return _reject_for("routing", rules.experts.misfit(rollout) if required else None)
+    return _reject_for(Reason.ROUTING, rules.experts.misfit(rollout) if required else None)
 
 
 def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a training rollout names the tokens that the run's filters kept, and its own among them, or a verdict that rejects.
+    """Checks that a training rollout names the tokens that the run's filters kept, and its own among them.
 
     Without filters it must name none: the learner would normalize over them. Top-k alone keeps exactly k, for all logits.
     """
     required = kept_width(rollout, rules)
     if bool(rollout.kept) != bool(required):
         return Verdict(
-            "kept", f"{len(rollout.kept)} bytes of kept tokens, and the run's filters keep {required or 'all'}"
+            Reason.KEPT, f"{len(rollout.kept)} bytes of kept tokens, and the run's filters keep {required or 'all'}"
         )
     if not required:
         return OK
     try:
         count_N, ids = kept_sets.read(rollout.kept, [end - start for start, end in rollout.spans], required)
     except ValueError as error:
-        return Verdict("kept", str(error))
+        return Verdict(Reason.KEPT, str(error))
     is_exact = all(rules.filters.get(name, kept_sets.OFF[name]) == kept_sets.OFF[name] for name in ("top_p", "min_p"))
     if is_exact and (least := int(count_N.min())) < required:
-        return Verdict("kept", f"a kept set has {least} IDs, and top-k alone keeps {required}")
+        return Verdict(Reason.KEPT, f"a kept set has {least} IDs, and top-k alone keeps {required}")
     if (top := int(ids.max())) >= rules.vocab_size:
-        return Verdict("kept", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
+        return Verdict(Reason.KEPT, f"ID {top} is outside the vocabulary of {rules.vocab_size}")
     is_own = ids == np.repeat(rollout.tokens[rollout.sampled_mask], count_N)
     has_own_N = np.logical_or.reduceat(is_own, np.cumsum(count_N) - count_N)
-    return _accept_if(bool(has_own_N.all()), "kept", "a sampled token is not in its own kept set")
+    return _accept_if(bool(has_own_N.all()), Reason.KEPT, "a sampled token is not in its own kept set")
 
 
 def kept_width(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> int:
@@ -252,49 +258,49 @@ def kept_width(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> int:
 
 
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the model has the MoE experts that a rollout names, or a verdict that rejects. OK if the rollout names none."""
-    return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
+    """Checks that the model has the MoE experts that a rollout names, if any."""
+    return _reject_for(Reason.ROUTING, None if rollout.routed_experts is None else rules.experts.refusal(rollout))
 
 
 def proof_form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the TOPLOC proofs of a training rollout could be those of some hidden states, or a verdict that rejects."""
+    """Checks that the TOPLOC proofs of a training rollout could be those of some hidden states."""
     if not rules.hidden_dim or _group(rollout, rules).split != "train":
         return OK
     proofs = zip(rollout_lib.proofs_by_call(rollout, rules.hidden_dim), rollout.spans, strict=True)
     found = (toploc.malformed(one, end - start, rules.hidden_dim) for one, (start, end) in proofs)
-    return _reject_for("toploc", next(filter(None, found), None))
+    return _reject_for(Reason.TOPLOC, next(filter(None, found), None))
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if sampling noise can draw even the token with the smallest claimed log-probability, or a verdict that rejects."""
+    """Checks that sampling noise can draw even the token with the smallest claimed log-probability."""
     least = float(rollout.logprobs.min())
     is_possible = least >= -(math.log(rules.vocab_size) + NOISE_SPAN)
-    return _accept_if(is_possible, "logprob", f"{least} of a token is less than the noise can make up for")
+    return _accept_if(is_possible, Reason.LOGPROB, f"{least} of a token is less than the noise can make up for")
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if each completion of a rollout ends where a server ends one, and the last as claimed, or a verdict that rejects.
+    """Checks that each completion ends where a server ends one, and the last as claimed.
 
     A completion ends with its only stop token, or has as many tokens as a limit allows. The last token must be sampled.
     """
     if not rollout.sampled_mask[-1]:
-        return Verdict("termination", "tokens follow the last sampled token")
+        return Verdict(Reason.TERMINATION, "tokens follow the last sampled token")
     for (start, end), most in zip(rollout.spans, _call_limits(rollout, rules), strict=True):
         sampled = rollout.tokens[start:end]
         stops = np.logical_or.reduce([sampled == stop for stop in rules.stop_ids] or [np.zeros(len(sampled), bool)])
         if stops[:-1].any():
-            return Verdict("termination", "tokens follow a stop token")
+            return Verdict(Reason.TERMINATION, "tokens follow a stop token")
         if end == len(rollout.tokens) and (rollout.finish_reason == "stop") != bool(stops[-1]):
             last = f"the last token {'is' if stops[-1] else 'is not'} a stop token"
-            return Verdict("termination", f"finish_reason is {rollout.finish_reason}, and {last}")
+            return Verdict(Reason.TERMINATION, f"finish_reason is {rollout.finish_reason}, and {last}")
         if not stops[-1] and end - start < most and end < rules.max_model_len:
             detail = f"finish_reason is length after {end - start} of {most} tokens"
-            return Verdict("termination", detail)
+            return Verdict(Reason.TERMINATION, detail)
     return OK
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the prompt is that of the environment's task, or a verdict that rejects.
+    """Compares the prompt with that of the environment's task.
 
     Later prompts of an episode are checked with its reward, by `rewards`.
     """
@@ -302,7 +308,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         return OK
     found = rollout.tokens[: rollout.prompt_length].tolist()
     is_same = found == list(rules.prompt(_group(rollout, rules)))
-    return _accept_if(is_same, "prompt", "it is not the prompt of its task")
+    return _accept_if(is_same, Reason.PROMPT, "it is not the prompt of its task")
 
 
 AT_LEASE = (task, limits, version_window, experts_named)
@@ -338,10 +344,10 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
         at = int(np.flatnonzero(rollout.sampled_mask)[y_N.argmax()])
         claim = float(rollout.logprobs[at])
         least = f"its noise needs {claim + math.log(top / limit):.3g} at least"
-        return Verdict("logprob", f"{claim:.3g} claimed for token {at}, {least}")
+        return Verdict(Reason.LOGPROB, f"{claim:.3g} claimed for token {at}, {least}")
     odds = sequential_test.log_mean_exp(sequential_test.claims_ratio(y_N))
     detail = f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1"
-    return _accept_if(odds < -math.log(CHANCE), "logprob", detail)
+    return _accept_if(odds < -math.log(CHANCE), Reason.LOGPROB, detail)
 
 
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
@@ -371,64 +377,47 @@ def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> 
 def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> Verdict:
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
     if recomputed.mismatch:
-        return Verdict("environment", recomputed.mismatch)
+        return Verdict(Reason.ENVIRONMENT, recomputed.mismatch)
     if recomputed.timed_out and set(claimed) != set(recomputed.scores):
         return Verdict(
             "unscored", "the environment exceeded its limits here, and an episode that takes that long is worth 0"
         )
     if set(claimed) != set(recomputed.scores):
-        return Verdict("reward", f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
+        return Verdict(Reason.REWARD, f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
     close = {"rel_tol": REWARD_SLACK, "abs_tol": REWARD_SLACK}
     wrong = [
         name for name, score in sorted(recomputed.scores.items()) if not math.isclose(claimed[name], score, **close)
     ]
     if not wrong or (recomputed.slow and not any(claimed.values())):
-        return Verdict("ok", scores=None if recomputed.timed_out else recomputed.scores)
+        return Verdict(Reason.OK, scores=None if recomputed.timed_out else recomputed.scores)
     if recomputed.timed_out:
-        return Verdict("unscored", "our scorer timed out, and a completion that takes that long is worth 0")
-    return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {recomputed.scores[wrong[0]]}")
-
-
-def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
-    """Returns OK if neither this rollout nor another one of the same sample was accepted before (`seen`), or a verdict that rejects."""
-    if seen.is_over(rollout.step):
-        detail = f"step {rollout.step} is over: rollouts of step {seen.newest} were accepted already"
-        return Verdict("duplicate", detail)
-    digest, place = seen_entries(rollout)
-    if (rollout.step, digest) in seen:
-        return Verdict("duplicate", "this rollout was accepted before")
-    detail = f"sample {rollout.sample} of group {rollout.task.group} was accepted before"
-    return _accept_if((rollout.step, place) not in seen, "duplicate", detail)
-
-
-def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, int]]:
-    """Returns the two entries that mark a rollout as accepted in a seen set: its digest, and (environment, group, number in it)."""
-    return rollout_lib.digest(rollout), (rollout.task.env, rollout.task.group, rollout.number)
+        return Verdict(Reason.UNSCORED, "our scorer timed out, and a completion that takes that long is worth 0")
+    return Verdict(Reason.REWARD, f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {recomputed.scores[wrong[0]]}")
 
 
 # ---- one rollout and its replay -------------------------------------------------------------------------------------
 
 
 def routing(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the MoE routers choose the claimed experts, within the tolerance, or a verdict that rejects. OK if the rollout names no experts."""
+    """Checks that the MoE routers choose the claimed experts, if any, within the tolerance."""
     if one.gap_T is None:
         return OK
     gap_T, wrong = _misses(one.gap_T, rules.tolerance.routing)
     worst = f"those of token {int(gap_T.argmax())} miss by {gap_T.max():.3g}"
     detail = f"{wrong} of {len(gap_T)} tokens name experts that their policy does not choose; {worst}"
-    return _accept_if(wrong == 0, "routing", detail)
+    return _accept_if(wrong == 0, Reason.ROUTING, detail)
 
 
 def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the claimed tokens are those that the seed's noise draws in the replay, within the tolerance, or a verdict that rejects."""
+    """Checks that the claimed tokens are those that the seed's noise draws in the replay, within the tolerance."""
     margin_N, wrong = _misses(one.margin_N, rules.tolerance.margin)
     worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
     detail = f"{wrong} of {len(margin_N)} tokens are not those that the seed draws; {worst}"
-    return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "sampling", detail)
+    return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), Reason.SAMPLING, detail)
 
 
 def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the filters of the run keep the claimed tokens in the replay, within the tolerance, or a verdict that rejects. OK without claims.
+    """Checks that the filters of the run keep the claimed tokens in the replay, if any are claimed, within the tolerance.
 
     The replay draws from the claimed sets, and takes log-probabilities over them: `sampling` and `logprob` see other changes.
     """
@@ -437,22 +426,22 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     gap_N, wrong = _misses(one.kept_gap_N, rules.tolerance.margin)
     worst = f"that of token {int(one.positions_N[gap_N.argmax()])} misses by {gap_N.max():.3g}"
     detail = f"{wrong} of {len(gap_N)} kept sets are not those of the filters; {worst}"
-    return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "kept", detail)
+    return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), Reason.KEPT, detail)
 
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance, or a verdict that rejects."""
+    """Checks that no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance."""
     floor, limit = rules.tolerance.floor, rules.tolerance.logprob
     error_N = np.abs(sequential_test.log_odds(one.error_N, one.doubt_N, floor))
     wrong = int((~(error_N <= limit)).sum())
     worst = np.nan_to_num(error_N, nan=np.inf).argmax()
     unit = "" if floor >= 1 else " in log-odds"
     detail = f"claimed and replayed differ by {error_N[worst]:.3g}, more than {limit:.3g}{unit}"
-    return _accept_if(wrong <= most_flips(one, rules), "logprob", detail)
+    return _accept_if(wrong <= most_flips(one, rules), Reason.LOGPROB, detail)
 
 
 def deviation(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the errors and ties of one rollout together are those of honest work, or a verdict that rejects. OK without bands.
+    """Checks that the errors and ties of one rollout together are those of honest work, if the run has bands.
 
     Many tokens that err a little are as improbable as one that errs much. An honest rollout is rejected with a probability of CHANCE.
     """
@@ -460,7 +449,7 @@ def deviation(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
         return OK
     for name, odds in sequential_test.alone(rules.bands, one.evidence).items():
         if odds > -math.log(CHANCE):
-            reason = {"error": "logprob", "ties": "sampling"}[name]
+            reason = {"error": Reason.LOGPROB, "ties": Reason.SAMPLING}[name]
             return Verdict(reason, f"its tokens deviate more than honest ones do together, e^{odds:.1f} to 1")
     return OK
 
@@ -481,33 +470,33 @@ def most_flips(one: replay.Replayed, rules: rules_lib.Rules) -> int:
 
 
 def stopping(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if each stop token was likely enough in the replay, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
+    """Checks that each stop token was likely enough in the replay. Greedy rollouts pass."""
     ends = np.cumsum([end - start for start, end in one.rollout.spans]) - 1
     is_last = ends == len(one.logp_N) - 1
     is_stop = np.isin(one.rollout.tokens[one.positions_N[ends]], rules.stop_ids)
     logp = one.logp_N[ends][np.where(is_last, one.rollout.finish_reason == "stop", is_stop)]
     if not len(logp) or one.rollout.temperature == 0:
         return OK
-    floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
+    floor = CHANCE / len(one.logp_N)
     probability = float(np.exp(logp.min()))
     detail = f"the stop token had a probability of {probability:.2g}, less than {floor:.2g}"
-    return _accept_if(probability >= floor, "termination", detail)
+    return _accept_if(probability >= floor, Reason.TERMINATION, detail)
 
 
 def shape(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the tokens do not fit a distribution hotter or colder than at the claimed temperature, or a verdict that rejects. OK for greedy rollouts."""
+    """Checks that the tokens do not fit a hotter or colder distribution than at the claimed temperature. Greedy rollouts pass."""
     odds = sequential_test.log_mean_exp(one.tilt_K)
     best = sequential_test.TILTS[int(one.tilt_K.argmax())]
     detail = f"its tokens fit {1 / best:.2f} times the claimed temperature better, e^{odds:.1f} to 1"
-    return _accept_if(one.rollout.temperature == 0 or odds < -math.log(CHANCE), "shape", detail)
+    return _accept_if(one.rollout.temperature == 0 or odds < -math.log(CHANCE), Reason.SHAPE, detail)
 
 
 def proof(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the TOPLOC proofs fit the hidden states of the replay, or a verdict that rejects."""
+    """Compares the TOPLOC proofs with the hidden states of the replay."""
     failed = [result for result in one.proofs if not result.accepted]
     if not failed:
         return OK
-    return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
+    return Verdict(Reason.TOPLOC, f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
 
 
 def _misses(gap: np.ndarray, limit: float) -> tuple[np.ndarray, int]:
@@ -534,9 +523,8 @@ def _call_limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Sequen
 
 def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> lease.Lease | None:
     """Returns the scheduled group that a rollout claims to belong to, or None if its step has no such group."""
-    groups = rules.groups(rollout.step)
-    at = rollout.task.group - groups[0].group if groups else -1
-    group = groups[at] if 0 <= at < len(groups) else None
+    groups_by_number = rules.groups(rollout.step)
+    group = groups_by_number.get(rollout.task.group)
     if group and group.index == task_schedule.ANY:
         return dataclasses.replace(group, index=rollout.task.index)
     return group

@@ -1,36 +1,58 @@
 """The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout.
 
-1. A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's. Its
+1. A registered server that vouches for a group (`server_of`) has a test of its own in place of the worker's. Its
    flag is for people and refuses nothing: workers choose which samples they hand in with its signature, after they have seen them.
 2. The same holds for the run's own workers, and for all of them until the differences of honest replays are measured for this model
    (rl/verification/run_bands.py): a flag then means that numbers differ. All groups of such a node are replayed.
 3. A key costs nothing, so a cheat could use a fresh one before its test has seen enough. So all workers that were not invited share one
    more test (NEWCOMERS) for their first PROBATION rollouts. It convicts no key. After its alarm, the groups of newcomers are
    evidence only: they are refused without blame ("newcomer") until the worker's own test has seen PROBATION rollouts.
+
+A refused group is the fault of its worker, or of a registered server that vouched for every sample of it, if the reason is something
+that a server decides (`server_at_fault`):
+1. A worker that forges a sample cannot blame a server, since no signature fits (`checks.vouched`); and it gains nothing by mixing servers.
+2. "statistics" never counts: it sums up earlier groups, of which a worker may have hidden the server, or chosen those that look bad.
+3. Versions that the lease excludes are the worker's fault: a server signs those that it has, and its client refuses older ones. A server
+   that invents versions, newer than any or in descending order, is at fault.
+4. Kept sets that a worker did not ask for, or asked for without need, are its own fault: a signature does not cover this choice.
 """
 
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
-from rl.verification import checks, peers, responsibility, seen_set, sequential_test
+from rl.verification import checks, peers, sequential_test
+from rl.verification import rules as rules_lib
 
 NEWCOMERS = "newcomers"  # the name of their common test; no public key
 PROBATION = 64  # replayed rollouts of a worker that was not invited
+Reason = checks.Reason
+OF_SERVERS = (
+    Reason.VERSIONS,
+    Reason.LENGTH,
+    Reason.TOKENS,
+    Reason.ROUTING,
+    Reason.KEPT,
+    Reason.LOGPROB,
+    Reason.TERMINATION,
+)
+OF_SERVERS += (Reason.TOPLOC, Reason.SAMPLING, Reason.SHAPE)
 
 
 class EvidenceLog:
     """The evidence that workers cheat: one sequential test per worker, which adds up deviations over rollouts. Thread-safe.
 
+    A sample counts once. A group is handed in again if it became stale, was rejected for another member, or was lost in a restart; its
+    sampling noise, and so its evidence, is the same.
+
     Args:
       bands: tolerance bands (largest mean deviations of honest workers); None: replays are ignored, only claims count.
-      count_once: ignore a sample that was added before. An orchestrator repeats a group that became stale, was rejected for
-        another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
       servers: public keys of the servers that answer for the samples they sign.
       own: public keys of the run's own workers, which no test convicts.
       invited: public keys of workers that are not newcomers.
@@ -43,7 +65,6 @@ class EvidenceLog:
         self,
         bands: sequential_test.Bands | None,
         *,
-        count_once: bool = False,
         servers: Collection[str] = (),
         own: Collection[str] = (),
         invited: Collection[str] = (),
@@ -51,7 +72,7 @@ class EvidenceLog:
         open_steps: int = peers.OPEN_STEPS,
         on_flagged: Callable[[str, str], None] = lambda key, line: None,
     ):
-        self._bands, self._count_once, self._servers = bands, count_once, frozenset(servers)
+        self._bands, self._servers = bands, frozenset(servers)
         self._own, self._invited, self._convicts = frozenset(own), frozenset((*own, *invited)), convicts
         self._lock = threading.Lock()
         self._open_steps, self._on_flagged = open_steps, on_flagged
@@ -124,7 +145,7 @@ class EvidenceLog:
             return list(rollouts)
         for rollout in rollouts:
             groups[rollout.step, rollout.task.group, rollout.worker].append(rollout)
-        nodes = {name: responsibility.server_of(group, self._servers) for name, group in groups.items()}
+        nodes = {name: server_of(group, self._servers) for name, group in groups.items()}
         named = [(r, nodes[r.step, r.task.group, r.worker]) for r in rollouts]
         return [dataclasses.replace(r, worker=server) if server else r for r, server in named]
 
@@ -138,7 +159,7 @@ class EvidenceLog:
                     f"{deviation}; the first {PROBATION} rollouts of a new worker are evidence only, and train nothing"
                 )
                 self._tell(NEWCOMERS, line)
-                found = checks.Verdict("newcomer", f"{deviation}, and this one has too few rollouts to tell")
+                found = checks.Verdict(Reason.NEWCOMER, f"{deviation}, and this one has too few rollouts to tell")
         self._tell_all()
         return found
 
@@ -147,12 +168,6 @@ class EvidenceLog:
         with self._lock:
             self._tell_differs(worker, found)
         self._tell_all()
-
-    def states(self, workers: Iterable[str]) -> dict[str, dict]:
-        """Returns {worker: its sequential test as plain JSON} of these workers, for `restore`. Workers without a test are left out."""
-        with self._lock:
-            names = {*workers, NEWCOMERS}
-            return {name: self.tests[name].state() for name in sorted(names) if name in self.tests}
 
     def forget(self, workers: Iterable[str]) -> None:
         """Removes the sequential tests of these workers; their evidence starts again from nothing."""
@@ -168,7 +183,7 @@ class EvidenceLog:
             return {"records": tests, "counted": counted, "groups": self._peers.state()}
 
     def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = (), groups: dict | None = None) -> None:
-        """Replaces all tests by `records` (from `states` or `state`), and the samples and open groups so far by those of `state`."""
+        """Replaces all tests by `records` of a `state`, and the samples and open groups so far by its others."""
         with self._lock:
             if groups is not None:
                 self._peers = peers.Peers.restored(groups, self._open_steps)
@@ -177,13 +192,11 @@ class EvidenceLog:
             for step, *entry in counted:
                 self._seen.add(step, tuple(entry))
 
-    def _nothing_seen(self) -> seen_set.SeenSet:
-        return seen_set.SeenSet(max(16, self._open_steps))
+    def _nothing_seen(self) -> "_SeenSet":
+        return _SeenSet(max(16, self._open_steps))
 
     def _mark(self, stream: str, rollout: rollout_lib.Rollout) -> bool:
-        """Marks a rollout's sample as counted. Returns False if it was counted before. Without `count_once`, returns True and marks nothing."""
-        if not self._count_once:
-            return True
+        """Marks a rollout's sample as counted. Returns False if it was counted before."""
         item = rollout.step, (stream, rollout.worker, rollout.task.group, rollout.number)
         if item in self._seen:
             return False
@@ -217,7 +230,7 @@ class EvidenceLog:
         elif worker in self._own or not self._convicts:
             self._tell_differs(worker, f"by statistics: {flag}")
         else:
-            return checks.Verdict("statistics", flag)
+            return checks.Verdict(Reason.STATISTICS, flag)
         return checks.OK
 
     def _tell_differs(self, worker: str, found: str) -> None:
@@ -234,3 +247,48 @@ class EvidenceLog:
             told, self._to_tell = self._to_tell, []
         for key, line in told:
             self._on_flagged(key, line)
+
+
+def server_of(rollouts: Sequence[rollout_lib.Rollout], registered: Collection[str]) -> str:
+    """Returns the one server of `registered` (public keys in hex) that all samples of a group name, or "". Checks no signature."""
+    servers = {rollout.server for rollout in rollouts}
+    server = servers.pop() if len(servers) == 1 else ""
+    return server if server in registered else ""
+
+
+def server_at_fault(
+    rollouts: Sequence[rollout_lib.Rollout],
+    verdict: checks.Verdict,
+    rules: rules_lib.Rules,
+    registered: Collection[str],
+) -> str:
+    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is. `rules` are of its lease."""
+    if verdict.reason not in OF_SERVERS or not (server := server_of(rollouts, registered)):
+        return ""
+    if verdict.reason == Reason.VERSIONS and any(checks.is_excluded(rollout, rules) for rollout in rollouts):
+        return ""
+    if verdict.reason == Reason.KEPT and any(bool(one.kept) != bool(checks.kept_width(one, rules)) for one in rollouts):
+        return ""
+    return server if all(checks.vouched(rollout, rules).accepted for rollout in rollouts) else ""
+
+
+class _SeenSet:
+    """A set of (step, entry) pairs that keeps only the newest `keep_steps` steps."""
+
+    def __init__(self, keep_steps: int):
+        self._keep_steps = keep_steps
+        self._by_step: dict[int, set[Any]] = {}
+
+    def __contains__(self, item: tuple[int, Any]) -> bool:
+        step, entry = item
+        return entry in self._by_step.get(step, ())
+
+    def add(self, step: int, entry: Any) -> None:
+        """Adds a hashable entry of one step, and drops all entries of steps that are too old."""
+        self._by_step.setdefault(step, set()).add(entry)
+        over = max(self._by_step) - self._keep_steps
+        for old in [old for old in self._by_step if old <= over]:
+            del self._by_step[old]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return ((step, entry) for step, entries in self._by_step.items() for entry in entries)

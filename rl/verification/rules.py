@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from inference.proofs import toploc
@@ -13,6 +13,7 @@ from rl.batch import router_replay
 from rl.protocol import env_mix, lease, task_schedule
 from rl.verification import sequential_test
 
+GroupsByNumber = Mapping[int, lease.Lease]
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 # Fields that each environment has.
 OF_ENV = ("env", "env_digest", "max_tokens", "max_turns", "prompt", "score", "replay")
@@ -57,7 +58,7 @@ class Rules:
     vocab_size: int
     max_model_len: int
     max_tokens: int
-    groups: Callable[[int], Sequence[lease.Lease]]  # step -> its groups; empty for a step that the run lacks
+    groups: Callable[[int], GroupsByNumber]  # step -> its groups; empty for a step that the run lacks
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
@@ -72,7 +73,7 @@ class Rules:
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
     min_stop_probability: float = 0.0
-    held_out: Callable[[int], Sequence[lease.Lease]] | None = None  # version -> the groups of its evaluation
+    held_out: Callable[[int], GroupsByNumber] | None = None  # version -> the groups of its evaluation
     prompt: Callable[[lease.Lease], Sequence[int]] | None = None  # the environment's prompt; None: not checked
     score: Callable[[lease.Lease, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
     # Plays the episodes of a group again, in environments with episodes of several calls; instead of `prompt` and `score`.
@@ -94,7 +95,7 @@ class Rules:
     @property
     def max_samples(self) -> int:
         """The number of samples in the largest training group; a step may lack environments of a mix."""
-        groups = (group for rules in self.each for group in rules.groups(1))
+        groups = (group for rules in self.each for group in rules.groups(1).values())
         return max((group.num_samples for group in groups), default=0)
 
     @classmethod
@@ -104,7 +105,7 @@ class Rules:
         envs = {one.key: cls.of(env_mix.alone(config, one.key), run) for one in entries if one.key}
         envs = {key: dataclasses.replace(own, env=key) for key, own in envs.items()}
         steps = task_schedule.group_steps(config)
-        groups = functools.lru_cache(16)(lambda step: _groups(config, step) if step in steps else [])
+        groups = functools.lru_cache(16)(lambda step: by_number(_groups(config, step)) if step in steps else {})
         return cls(
             env=config.env.name,
             env_seed=config.seed,
@@ -133,7 +134,12 @@ class Rules:
 
     def at_lease(self, group: lease.Lease, newest: int) -> "Rules":
         """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
-        return dataclasses.replace(self.of_group(group), groups=lambda step: [group], newest=newest)
+        return dataclasses.replace(self.of_group(group), groups=lambda step: by_number([group]), newest=newest)
+
+
+def by_number(groups: Iterable[lease.Lease]) -> GroupsByNumber:
+    """Returns groups by their number."""
+    return {group.group: group for group in groups}
 
 
 def _groups(config, step: int) -> list[lease.Lease]:

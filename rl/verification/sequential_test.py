@@ -82,7 +82,7 @@ class Bands:
     logprob: float  # mean over tokens of min(|error|, 1), in units of `scales`
     proof: float  # mean over chunks of (exponent mismatches / k + mantissa mean / 128) / 2
     shape: float  # nats per token by which rounding may favor the most tempered distribution
-    # Files of earlier versions lack the rest, and these defaults test nothing.
+    # By these defaults, the rest tests nothing.
     floor: float = 1.0  # of the scale of an error; 1: all tokens have the same scale
     scatter: float = math.inf  # standard deviation of a group's summed absolute errors, per root of its tokens
     alone: float = math.inf  # the same of a single rollout
@@ -194,15 +194,12 @@ class SequentialTest:
 
     @classmethod
     def restored(cls, bands: Bands | None, state: dict) -> "SequentialTest":
-        """Returns a test that continues from the result of `state`. `bands` may differ from before: earlier evidence stays valid.
-
-        A state of an earlier version lacks some streams; these begin with no evidence.
-        """
+        """Returns a test that continues from the result of `state`. `bands` may differ from before: earlier evidence stays valid."""
         test = cls(bands)
         test.flag = state["accused"]
-        test._counts = {kind: state.get(f"num_{kind}", 0) for kind in test._counts}
-        test._starts = dict(test._counts) | state.get("starts", {})
-        test._log_evidence |= {name: np.array(values, np.float64) for name, values in state["log_wealth"].items()}
+        test._counts = {kind: state[f"num_{kind}"] for kind in test._counts}
+        test._starts = dict(state["starts"])
+        test._log_evidence = {name: np.array(values, np.float64) for name, values in state["log_wealth"].items()}
         return test
 
 

@@ -43,7 +43,7 @@ class WeightsUnavailable(ValueError):
     """The weights of a policy version that a rollout names cannot be loaded."""
 
 
-class Validator:
+class Verifier:
     """Verifies rollouts of workers against the rules of a run and its published weights. Any thread may call the methods.
 
     Args:
@@ -71,16 +71,15 @@ class Validator:
         self,
         rollouts: Sequence[rollout_lib.Rollout],
         *,
-        newest: int | None = None,
         split: str = "train",
         is_signed: bool = False,
     ) -> list[checks.Verdict]:
         """Runs all checks that need no model, the environment's scorer included, on rollouts of any groups. Returns a verdict per rollout.
 
-        `newest` is the newest published policy version; None: versions are limited by the rollout's step only. `split` ("train" or
-        "held_out") names the tasks that the rollouts must belong to. With `is_signed`, fields and signatures were checked before.
+        `split` ("train" or "held_out") names the tasks that the rollouts must belong to. With `is_signed`, fields and signatures were
+        checked before.
         """
-        rules = dataclasses.replace(self.rules, newest=newest)
+        rules = self.rules
         if split == "held_out" and rules.held_out:
             rules = dataclasses.replace(rules, groups=rules.held_out)
         out = [checks.first_failure(() if is_signed else checks.UNSIGNED, rollout, rules) for rollout in rollouts]
@@ -138,16 +137,16 @@ class Validator:
         our scorer timed out. That does not reject the group: it sets the sample's reward to 0, as when the worker's own scorer times out.
         """
         found = self.check_without_weights(rollouts, split=split, is_signed=is_signed)
-        verdict = checks.first_rejection(one for one in found if one.reason != "unscored")
+        verdict = checks.first_rejection(one for one in found if one.reason != checks.Reason.UNSCORED)
         if not verdict.accepted:
             return verdict, {}
         if split == "train":
             verdict = checks.first_rejection(self.evidence.add_claims(rollouts))
-        is_scored = any(one.score or one.replay for one in self.rules.each)
-        by = "number" if self.rules.vine else "sample"  # each continuation has a reward of its own
-        return verdict, {} if not is_scored else {
-            getattr(r, by): v.scores for r, v in zip(rollouts, found, strict=True)
-        }
+        if not any(one.score or one.replay for one in self.rules.each):
+            return verdict, {}
+        # Each continuation has a reward of its own.
+        samples = [rollout.number if self.rules.vine else rollout.sample for rollout in rollouts]
+        return verdict, {sample: one.scores for sample, one in zip(samples, found, strict=True)}
 
     def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""
@@ -183,7 +182,9 @@ class Validator:
             replayed = self.replay(rollouts)
         except WeightsUnavailable as error:  # any other error is a bug, which must not be blamed on the weights
             if len(rollouts) == 1:
-                return [(checks.Verdict("weights", f"a version that it names is not available ({error})"), None)]
+                return [
+                    (checks.Verdict(checks.Reason.WEIGHTS, f"a version that it names is not available ({error})"), None)
+                ]
             # One bad claim must not fail the others.
             return [self._check_batch([rollout], [node])[0] for rollout, node in zip(rollouts, nodes, strict=True)]
         judged = [self._judge(one, node) for one, node in zip(replayed, nodes, strict=True)]
@@ -210,9 +211,14 @@ def _whole_episodes(
     rollouts: Sequence[rollout_lib.Rollout], verdicts: list[checks.Verdict], groups: Mapping[tuple, list[int]]
 ) -> dict[tuple, list[int]]:
     """Returns groups of rollout numbers without the episodes of which a rollout is rejected; their other rollouts get its verdict."""
-    of = lambda i: (rollouts[i].step, rollouts[i].task.group, rollouts[i].worker, rollouts[i].sample)  # noqa: E731
+
+    def of(i: int) -> tuple:
+        return rollouts[i].step, rollouts[i].task.group, rollouts[i].worker, rollouts[i].sample
+
     rejected = {
-        of(i): one for i, one in reversed([*enumerate(verdicts)]) if not one.accepted and one.reason != "schema"
+        of(i): one
+        for i, one in reversed([*enumerate(verdicts)])
+        if not one.accepted and one.reason != checks.Reason.SCHEMA
     }
     for i in (i for members in groups.values() for i in members if of(i) in rejected):
         verdicts[i] = rejected[of(i)]
@@ -266,28 +272,25 @@ def rules_of(
     `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score. The
     environment of a stranger's run is loaded from the folders `code` alone; None: from anywhere.
     """
+    rules = dataclasses.replace(
+        rules_lib.Rules.of(config, run), stop_ids=tuple(tokenizer.stop_ids), held_out=_held_out(config)
+    )
     if config.envs:
-        rules = rules_lib.Rules.of(config, run)
         own = {key: rules_of(env_mix.alone(config, key), tokenizer, on_error, stack, run, code) for key in rules.envs}
         own = {key: dataclasses.replace(one, env=key) for key, one in own.items()}
-        held_out = functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version))
-        max_turns = max(one.max_turns for one in own.values())
-        return dataclasses.replace(
-            rules, envs=own, stop_ids=tuple(tokenizer.stop_ids), held_out=held_out, max_turns=max_turns
-        )
+        return dataclasses.replace(rules, envs=own, max_turns=max(one.max_turns for one in own.values()))
     name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
     env = envs.load(name, seed=config.seed, **options)
-    limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_failures=scorer.MAX_CHECK_FAILURES, max_children=MAX_SCORERS)
-    sandbox = config.trust.sandbox
-    own = {"sandbox": sandbox, "on_error": on_error, "digest": config.env.digest}
+    own = {"sandbox": config.trust.sandbox, "on_error": on_error, "digest": config.env.digest}
     if env.play is not None:
         check_kind(config, env)
-        replay = _replayer(config, env, tokenizer, name, options, own, stack) if env.kind != "recorded" else None
-    else:
-        scores = scorer.Scorer(name, options, config.seed, **limits, **own)
-        if stack is not None:
-            stack.callback(scores.close)
-
+        if env.kind == "recorded":
+            return rules
+        return dataclasses.replace(rules, replay=_replayer(config, env, tokenizer, name, options, own, stack))
+    limits = {"limit_s": scorer.CHECK_LIMIT_S, "max_failures": scorer.MAX_CHECK_FAILURES, "max_children": MAX_SCORERS}
+    scores = scorer.Scorer(name, options, config.seed, **limits, **own)
+    if stack is not None:
+        stack.callback(scores.close)
     task = environment.prompts(env, tokenizer)
 
     def score(group: lease.Lease, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
@@ -295,16 +298,12 @@ def rules_of(
         texts = [tokenizer.scored_text(prompt, completion) for completion in completions]
         return recomputed(scores.score(made, texts))
 
-    return dataclasses.replace(
-        rules_lib.Rules.of(config, run),
-        stop_ids=tuple(tokenizer.stop_ids),
-        held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
-        **(
-            {"prompt": lambda group: task(group.index, group.split)[1], "score": score, "max_turns": 1}
-            if env.score
-            else {"replay": replay}
-        ),
-    )
+    return dataclasses.replace(rules, prompt=lambda group: task(group.index, group.split)[1], score=score, max_turns=1)
+
+
+def _held_out(config) -> Callable[[int], rules_lib.GroupsByNumber]:
+    """Returns a function from a policy version to the groups of its evaluation."""
+    return functools.lru_cache(4)(lambda version: rules_lib.by_number(task_schedule.held_out_groups(config, version)))
 
 
 def check_kind(config, env: environment.Environment) -> None:

@@ -179,14 +179,13 @@ def test_a_signed_rollout_that_breaks_the_schedule_is_named(tmp_path, capsys, ch
     assert (code, found) == (1, {(3, group): rules}) and text in captured.err
 
 
-@pytest.mark.parametrize(("recorded", "is_clean"), [(None, False), (0.99, False), (recorded_run.INVITED_RATE, True)])
+@pytest.mark.parametrize(("recorded", "is_clean"), [(0.99, False), (recorded_run.INVITED_RATE, True)])
 def test_groups_that_were_drawn_for_a_verdict_and_have_none_are_named(tmp_path, capsys, recorded, is_clean):
-    """The rate is that of the ledger, if it has one: the config may have changed with a resume."""
-    rates = {"min_rate": 0.05, "invited_rate": recorded} if recorded else None
-    workdir = recorded_run.write(tmp_path, 2, rates=rates)
+    """The rate is that of the ledger: the config may have changed with a resume."""
+    workdir = recorded_run.write(tmp_path, 2, rates={"min_rate": 0.05, "invited_rate": recorded})
     config = json.loads((workdir / "config.json").read_text())
     if recorded != 0.99:
-        config["config"]["trust"]["invited_rate"] = 0.99  # as if the orchestrator had let groups pass in spite of it
+        config["config"]["trust"]["invited_rate"] = 0.99
     (workdir / "config.json").write_text(json.dumps(config))
     code, found, captured = findings(workdir, capsys)
     if is_clean:

@@ -92,7 +92,7 @@ def test_a_data_set_survives_twenty_kills_and_its_proofs_verify(tmp_path):
     key = run_directory.public_key(source)
     rules = verifier.rules_of(exp.config, exp.tokenizer, run=key or "")
     bands = run_bands.RunBands.of(exp.config, output)
-    validator = verifier.Validator(
+    validator = verifier.Verifier(
         exp.model,
         verifier.published(str(source / "weights"), keep=2, key=key),
         rules,

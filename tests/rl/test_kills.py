@@ -4,9 +4,7 @@ The run is `python -m rl.train` with its learner, orchestrator, ledger, and rela
 model, and validators answer by a rule instead of a replay, so that 200 kills take minutes. One more test has the real ones.
 """
 
-import collections
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -23,14 +21,17 @@ import httpx
 import pytest
 
 from configs import quickstart
-from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
+from rl import audit
 from rl.experiment import experiment
+from rl.ledger import events
+from rl.ledger import ledger as ledger_lib
 from rl.protocol import verdict as verdict_lib
+from rl.reporting import metrics
 from rl.validator import routes
 from sharding import checkpoint
 from tests.support import forger as forger_lib
-from tests.support import ledger_reader, ledgers, proxy, serving, signed_http, tiny_run
+from tests.support import proxy, serving, signed_http, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 SEED, P, MIN_RATE, INVITED_RATE = 36, 4, 0.05, 0.5
@@ -196,52 +197,51 @@ def kill_at_random(processes, count, rng, num_kills):
     processes.kill(0, restart=False)
 
 
-def check_files(workdir, line):
-    """Asserts that checkpoints and manifests name the ledger's entries, and that the batches on disk are those of the ledger."""
-    key = rollout_lib.WorkerKey.load(workdir / "ledger.key").worker
-    steps, num_anchors = checkpoint.complete_steps(workdir / "checkpoints"), 0
-    newest, saved = max(steps), [file for step in steps for file in workdir.glob(f"checkpoints/{step}/host/*")]
-    for file in [*saved, *workdir.glob("weights/v*/manifest.json")]:
-        body = json.loads(data) if (data := file.read_bytes()).startswith(b"{") else {}
-        if head := body.get("metadata", body).get("ledger"):
-            number, _, hash_ = head.partition(":")
-            step = int(file.parts[-3] if "host" in file.parts else file.parts[-2][1:])
-            num_anchors += 1
-            assert line.hashes[int(number)] == hash_, file
-            if 0 < step <= newest:
-                assert line.numbers[step] <= int(number), file
-                assert "host" in file.parts or line.published[step] == hashlib.sha256(data).hexdigest(), file
-    assert num_anchors >= 3
-    for step in range(1, newest + 1):
-        groups = collections.defaultdict(list)
-        for rollout in parquet.read(workdir / "rollouts" / f"step_{step}" / "accepted.parquet"):
-            groups[rollout.task.group].append(rollout)
-        found = {group: verdict_lib.group_digest(rollouts) for group, rollouts in groups.items()}
-        assert found == line.batches[step], step
-    steps = [record["step"] for record in tiny_run.lines(workdir)]
-    assert steps == list(range(1, len(steps) + 1)) and newest <= len(steps) <= len(line.batches)
-    assert ledgers.verify(workdir / "ledger.db", keeper=key, head=head).error is None
+def check_anchors(workdir):
+    """Asserts that each checkpoint names an entry of the ledger that is after its batch."""
+    checked = 0
+    with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
+        batches = {one.event.fields["step"]: one.seq for one in ledger.entries() if one.event.kind == "batch"}
+        for step in checkpoint.complete_steps(workdir / "checkpoints"):
+            for file in workdir.glob(f"checkpoints/{step}/host/*"):
+                body = json.loads(data) if (data := file.read_bytes()).startswith(b"{") else {}
+                if head := body.get("ledger"):
+                    ledger.check_contains(head, str(file))
+                    assert not step or batches[step] <= int(head.partition(":")[0]), file
+                    checked += 1
+    assert checked
 
 
 def check(workdir, num_kills, taken=None):
     """Checks a killed run by its files; `taken` are the groups that it acknowledged as (name, digest), by default those in its ledger."""
-    secret, first_record = (workdir / "secret.key").read_bytes() + b"0", 32 * (1 / INVITED_RATE - 1)
-    rates = {"min_rate": MIN_RATE, "first_record": first_record}
-    line, num_again = ledger_reader.Timeline(workdir / "ledger.db", secret=secret, **rates), 0
-    check_files(workdir, line)
-    in_batches = [digest for groups in line.batches.values() for digest in groups.values()]
-    assert len(set(in_batches)) == len(in_batches) == P * len(line.batches)
-    for name, digest in taken or [(name, digest) for digest, (name, _) in line.submissions.items()]:
-        assert line.submissions[digest][0] == name  # durable before it was acknowledged
-        submitted, (split, step, _) = line.submissions[digest][1], name.split("/")
-        if split == "train" and digest not in in_batches and line.refused.get(digest, 0) < submitted:
+    audited = audit.run(workdir, metrics.Progress())
+    history = audited.history
+    assert not audited.findings and audited.checked["manifest"] and audited.checked["draw"], audit.table(audited)
+    check_anchors(workdir)
+    submissions, leased, refused, kinds = {}, {}, {}, set()
+    with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
+        for entry in ledger.entries():
+            kinds.add(entry.event.kind)
+            for fields in events.each(entry.event.fields):
+                name = f"{fields.get('split')}/{fields.get('step')}/{fields.get('group')}"
+                if entry.event.kind == "lease":
+                    leased[name] = entry.seq
+                elif entry.event.kind == "submission":
+                    submissions[fields["digest"]] = name, entry.seq
+                elif entry.event.kind == "refusal":
+                    refused[fields["digest"]] = entry.seq
+    in_batches = [digest for one in history.batches.values() for _, digest in one.submissions.values()]
+    assert len(set(in_batches)) == len(in_batches) == P * len(history.batches)
+    steps, num_again = [record["step"] for record in tiny_run.lines(workdir)], 0
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) <= len(history.batches)
+    for name, digest in taken or [(name, digest) for digest, (name, _) in submissions.items()]:
+        assert submissions[digest][0] == name  # durable before it was acknowledged
+        submitted, (split, step, _) = submissions[digest][1], name.split("/")
+        if split == "train" and digest not in in_batches and refused.get(digest, 0) < submitted:
             num_again += 1
-            assert int(step) > len(line.batches) or line.leased[name] > submitted, name
-    print(
-        f"{num_kills} kills: {line.num_resumes} starts, {len(line.batches)} batches that count and {line.num_void} void, {dict(line.bases)} "
-        f"groups, {len(taken or ())} acknowledged, {num_again} generated again, {len(line.refused)} refused, {len(line.events)} events"
-    )
-    return {event["kind"] for event in line.events}
+            assert int(step) > len(history.batches) or leased[name] > submitted, name
+    print(f"{num_kills} kills: {history.num_resumes} starts, {len(history.batches)} batches, {num_again} groups again")
+    return kinds
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.slow)])

@@ -68,7 +68,7 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
     """Other batches, chunkings and a mesh give other near ties, and none is an offence; bfloat16 stays within the limit for it."""
     exp = experiment.resolve(claims.moe_config(model__num_experts=16, rl__max_lag=0))
     params = jax.tree.map(jnp.asarray, tiny.params(exp.model, 3))
-    validator = verifier.Validator(exp.model, lambda version, epoch: params, rules_lib.Rules.of(exp.config))
+    validator = verifier.Verifier(exp.model, lambda version, epoch: params, rules_lib.Rules.of(exp.config))
     key, measured = rollout_lib.WorkerKey.generate(), {}
     for name in ("small_batch", "long_calls", "tensor_parallel", "bfloat16"):
         rollouts = calibrate.variant_rollouts(exp, params, 0, calibrate.VARIANTS[name], 128, key)

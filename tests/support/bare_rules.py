@@ -16,7 +16,7 @@ def make(
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         max_tokens=max_model_len,
-        groups=lambda step: [],
+        groups=lambda step: {},
         filters=kept_sets.OFF,
         tolerance=tolerance,
         experts=router_replay.RouterReplay.of(model),

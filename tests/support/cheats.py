@@ -21,6 +21,39 @@ REGIMES = {  # dtype of generation, of replay
     "mixed": ("bfloat16", "float32"),
 }
 CHEATS = doubles.CHEATS | forgeries.FORGERIES
+# The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
+REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}
+REASONS = {
+    "wrong_task": {"prompt", "task"},
+    "reused_rollout": {"prompt"},
+    "copied_proof": {"toploc"},
+    "constant_proof": {"toploc"},
+    "inflated_reward": {"reward"},
+    "unsigned_change": {"signature"},
+    "future_version": {"versions"},
+    "other_expert": {"routing", "logprob"},  # near a tie, later differences are found first
+    "other_experts": {"routing"},
+    "space_in_the_prompt": {"prompt"},
+    "tokens_between": {"prompt", "termination"},
+    "another_task_seed": {"task"},
+    "another_environment": {"task"},
+    "no_model": {"toploc"},
+    "own_seed": {"seed"},
+    "unsampled_token": {"prompt", "termination", "toploc"},
+    "own_kept_tokens": {"kept"},
+    "cut_completions": {"turns"},
+    "idle_samples": {"turns"},
+    "extra_reward": {"reward"},
+    "half_of_the_proofs": {"toploc"},
+}
+# On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
+LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
+LEAST_RATE |= {"claims_0.0009_advantage": 0.5, "claims_0.045_advantage": 0.5, "shorter_of_2": 0.2, "one_bad_in_8": 0.1}
+LEAST_RATE |= {"idle_samples": 0.5}
+# Not caught, because nothing is gained, or because another part prevents it: the same tokens, a reward within rounding, choices among allowed versions (which a
+# lease that pins the version ends), and another's work under an own name (which the lease decides).
+HARMLESS = {"speculation_0.3", "reward_plus_9e-7", "better_version", "best_switch", "copied_from_a_peer"}
+
 GROUP = 8  # rollouts
 MAX_STARTS = 16
 

@@ -64,15 +64,13 @@ def _weights(version: int, mixture: bool) -> transformer.Params:
     return jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
 
 
-def make_validator(
-    tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False, count_once=True
-) -> verifier.Validator:
+def make_validator(tolerance=FLOAT32, bands=EXACT, prompts=16, dtype="float32", mixture=False) -> verifier.Verifier:
     exp = experiment(dtype, mixture=mixture)
-    return verifier.Validator(
+    return verifier.Verifier(
         exp.model,
         lambda version, epoch: weights(version, mixture),
         dataclasses.replace(prescribed(prompts, mixture), tolerance=tolerance),
-        evidence_log.EvidenceLog(bands, count_once=count_once),
+        evidence_log.EvidenceLog(bands),
     )
 
 
@@ -141,9 +139,9 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
 
 
 @functools.cache
-def _prefiller(dtype: str) -> verifier.Validator:
+def _prefiller(dtype: str) -> verifier.Verifier:
     exp = experiment(dtype)
-    return verifier.Validator(exp.model, lambda version, epoch: weights(version), rules_lib.Rules.of(exp.config))
+    return verifier.Verifier(exp.model, lambda version, epoch: weights(version), rules_lib.Rules.of(exp.config))
 
 
 def signed(rollout: rollout_lib.Rollout, **changes) -> rollout_lib.Rollout:

@@ -20,9 +20,10 @@ from tests.support import groups as written_groups
 
 RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)
 INVITED_RATE = 0.25
+RATES = {"min_rate": 0.05, "invited_rate": INVITED_RATE}
 
 
-def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=None, num_tasks=0, **sizes):
+def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=RATES, num_tasks=0, **sizes):
     """Writes a run in which two workers take turns: all groups of the stranger are verified, and those of the other that are drawn.
 
     `change` alters rollouts before they are signed. `rates` are those that the ledger has.
@@ -42,7 +43,7 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=No
         ledger.resumed(0)
         epoch = publish(folder, publisher, ledger, 0)
         draws = hmac.digest(workdir.secret(folder, exp.config.seed), ledger.head().encode(), "sha256")
-        ledger.appointed([RUN.worker], **rates or {})
+        ledger.appointed([RUN.worker], **rates)
         ledger.joined(INVITED.worker, invited=True)
         ledger.joined(STRANGER.worker)
         for step in range(1, num_steps + 1):

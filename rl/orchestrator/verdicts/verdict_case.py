@@ -13,15 +13,16 @@ from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import retries
 
+Reason = verdict_lib.Reason
 # More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
 MAX_CONTRADICTIONS = 3
 MAX_DOUBTS = 8  # of rejections by "statistics" alone: more than these, and than 1 in 4
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
-UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
-UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
-VOID = (UNDECIDED.reason, UNANSWERED.reason)  # no validator may give these reasons
-OF_MANY = ("statistics", "newcomer")  # reasons that rest on all groups that a validator happened to see
-NO_BLAME = (*VOID, "newcomer")  # no fault of the worker: the group is made again
+UNDECIDED = checks.Verdict(Reason.UNDECIDED, "the validators contradict each other")
+UNANSWERED = checks.Verdict(Reason.UNANSWERED, "too many validators fail on this group alone")
+VOID = (Reason.UNDECIDED, Reason.UNANSWERED)  # no validator may give these reasons
+OF_MANY = (Reason.STATISTICS, Reason.NEWCOMER)  # reasons that rest on all groups that a validator happened to see
+NO_BLAME = (*VOID, Reason.NEWCOMER)  # no fault of the worker: the group is made again
 
 
 @dataclasses.dataclass

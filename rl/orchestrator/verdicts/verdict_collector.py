@@ -197,7 +197,9 @@ class VerdictCollector:
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
-                    if verdict.reason == "weights" and self._is_open(case):  # of a published version: our own fault
+                    if verdict.reason == verdict_lib.Reason.WEIGHTS and self._is_open(
+                        case
+                    ):  # of a published version: our own fault
                         found = f"the validator cannot replay {case.name}: weights: {verdict.detail}"
                         raise ValueError(f"{found}; check the published weights of the run")
                     self._vote(case, validator, verdict)
@@ -231,7 +233,9 @@ class VerdictCollector:
             is_outage = is_silent and isinstance(error, TimeoutError | ServerError)
             first.failures[validator.key] += is_alone and request == "POST /verdicts" and not is_outage
         for case, verdict in zip(cases, found, strict=False):
-            if verdict.reason == "weights" and self._is_open(case):  # not withdrawn because they are gone
+            if verdict.reason == verdict_lib.Reason.WEIGHTS and self._is_open(
+                case
+            ):  # not withdrawn because they are gone
                 problem = f"it lacks the weights of {case.name}: {verdict.detail}"
                 case.lack_weights.add(validator.key)
                 case.failures[validator.key] = 0

@@ -183,7 +183,7 @@ def test_what_is_not_spelled_so_is_no_tasks(text):
     with pytest.raises(ValueError, match="is not an integer|ends before it starts|list at most 65536|are not in order"):
         task_ranges.parse_tasks(text)
     event = judge("accept", work=work(1), checked=True, run="a" * 16, tasks=text)
-    assert ledger_events.form_error(event).startswith("tasks: must be tasks like")
+    assert ledger_events.form_error(event).startswith("tasks: ")
 
 
 def test_events_and_entries_are_spelled_as_ever():
@@ -210,13 +210,14 @@ def test_events_and_entries_are_spelled_as_ever():
         (lambda: ann("join"), "join: the worker has joined"),
         (lambda: ledger_events.sign("join", BOB.worker, ANN), "author: join must be signed by the worker"),
         (lambda: ledger_events.sign("stake", BOB.worker, BOB, amount=1), "node: the worker has not joined"),
-        (lambda: ann("stake", amount=0), "amount: must be"),
-        (lambda: ann("stake", amount=1.0), "amount: must be"),
-        (lambda: ann("stake", amount=True), "amount: must be"),
-        (lambda: ann("stake", amount=2**60), "amount: must be"),
-        (lambda: ann("stake", amount=1, more=1), "fields: stake has exactly amount"),
+        (lambda: ann("stake", amount=0), "amount: 0 in the event stake: .* greater than 0; correct the event"),
+        (lambda: ann("stake", amount=1.0), "amount: 1.0 in"),
+        (lambda: ann("stake", amount=True), "amount: True in"),
+        (lambda: ann("stake", amount=2**60), "amount: 1152921504606846976 in"),
+        (lambda: ann("stake", amount=1, more=1), "more: 1 in the event stake: Extra inputs"),
+        (lambda: ann("stake"), "amount: {} in the event stake: Field required"),
         (lambda: ann("submit", work=work(1), units=1), "work: it was submitted"),
-        (lambda: ann("submit", work="AB" * 32, units=1), "work: must be"),
+        (lambda: ann("submit", work="AB" * 32, units=1), "work: 'ABAB"),
         (lambda: ann("accept", work=work(1), checked=True), "author: accept must be"),
         (lambda: judge("accept", work=work(2), checked=True), "work: this worker did not"),
         (lambda: judge("accept", work=work(1), checked=True), "work: it is accepted"),
@@ -224,13 +225,13 @@ def test_events_and_entries_are_spelled_as_ever():
             lambda: judge("invalidate", work=work(1), units=11, reason="x"),
             "units: 11 cannot be taken back, 10 are left",
         ),
-        (lambda: judge("invalidate", work=work(1), units=1, reason=""), "reason: must be"),
-        (lambda: ann("stake", amount=1, run="a" * 16, tasks="1:1"), "fields: stake has exactly amount"),
+        (lambda: judge("invalidate", work=work(1), units=1, reason=""), "reason: '' in .* printable"),
+        (lambda: ann("stake", amount=1, run="a" * 16, tasks="1:1"), "run: 'a*' in the event stake: Extra inputs"),
         (
             lambda: judge("accept", work=work(1), checked=True, tasks="1:1"),
-            "fields: accept has exactly work, checked, run, tasks",
+            "fields: .* run and tasks must both be given, or neither",
         ),
-        (lambda: judge("accept", work=work(1), checked=True, tasks="1:1", run="A" * 16), "run: must be 16"),
+        (lambda: judge("accept", work=work(1), checked=True, tasks="1:1", run="A" * 16), "run: 'A*' in"),
         (lambda: judge("praise"), "kind: must be one of"),
         (lambda: ledger_events.sign("stake", "ann", ANN, amount=1), "node: must be a public key"),
         (lambda: dataclasses.replace(ann("stake", amount=1), nonce="1"), "signature: "),
@@ -277,7 +278,7 @@ def test_who_may_keep_and_create(tmp_path):
         make(tmp_path / "ledger.db")
     with pytest.raises(FileNotFoundError):
         reopen(tmp_path / "absent.db")
-    with pytest.raises(ValueError, match="window_ms: must be"):
+    with pytest.raises(ValueError, match="window_ms: 0 in the event open"):
         make(tmp_path / "other.db", window_ms=0)
     assert not (tmp_path / "other.db").exists()
     (tmp_path / "text.db").write_text("hello")

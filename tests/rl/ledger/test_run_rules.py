@@ -197,7 +197,7 @@ def drawn(rng, oracle, order):
         kind = pick(("lease", "submission", "verdict", "refusal", "batch", "publish", "naming", "appoint", "resume"))
         kind = pick(("invite", "invite", "eject")) if rng.random() < 0.03 else kind
     if kind == "lease":
-        return event("lease", pick(WORKERS), version=-1, **place)
+        return event("lease", pick(WORKERS), version=-1, epoch=-1, **place)
     if kind == "submission":
         return event("submission", worker, digest=digest, **place)
     if kind == "verdict":

@@ -330,7 +330,7 @@ def world(tmp_path_factory):
     groups = collections.defaultdict(list)
     for rollout in made:
         groups[rollout.task.group].append(rollout)
-    make_validator = functools.partial(verifier.Validator, exp.model, lambda version, epoch: params)
+    make_validator = functools.partial(verifier.Verifier, exp.model, lambda version, epoch: params)
     return exp, functools.partial(make_validator, verifier.rules_of(exp.config, exp.tokenizer)), groups
 
 
@@ -339,7 +339,7 @@ def world(tmp_path_factory):
 def test_ties_that_claimed_rewards_break_steer_nothing(world, tmp_path, advantage, epsilon):
     """All tokens are honest and every reward is within its tolerance; advantages that divide by the spread made it half of a full one."""
     exp, make_validator, honest = world
-    validator = make_validator(evidence_log.EvidenceLog(None, count_once=True))
+    validator = make_validator(evidence_log.EvidenceLog(None))
     hooks = {"source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights)}
     hooks["credit"] = dataclasses.replace(exp.credit, advantage=advantage)
     hooks["check_group_without_weights"] = validator.check_group_without_weights

@@ -27,8 +27,8 @@ def run(exp, tmp_path, *, one_key, formed):
     num_groups = steps * exp.config.rl.prompts_per_step
     tolerance = run_bands.loose(exp.config)  # before a measurement
     rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
-    evidence = evidence_log.EvidenceLog(None, count_once=True)
-    validator = verifier.Validator(exp.model, lambda version, epoch: params, rules, evidence)
+    evidence = evidence_log.EvidenceLog(None)
+    validator = verifier.Verifier(exp.model, lambda version, epoch: params, rules, evidence)
     hooks = {
         "source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights),
         "invited": [HONEST.worker],

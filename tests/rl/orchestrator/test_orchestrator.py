@@ -38,7 +38,6 @@ from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import noise_seed, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
-from rl.reporting import catalog
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
@@ -553,7 +552,7 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         assert [(e.kind, e.fields["steps"]) for e in events if e.kind == "naming"] == [("naming", [1, 2])]
         kinds = collections.Counter(event.kind for event in events for _ in ledger_events.each(event.fields))
         assert kinds["lease"] == kinds["submission"] == 12 + 1 and kinds["refusal"] == 1 and kinds["batch"] == 3
-        (reputation,) = environments.of(events)
+        (reputation,) = environments.Reader(tmp_path / "ledger.db").reputations()
         batched = [e.fields[basis] for e in events if e.kind == "batch" for basis in ("verified", "trusted")]
         num_groups = sum(len(task_ranges.parse_tasks(text)) for text in batched if text)
         assert (reputation.groups, reputation.rollouts, reputation.errors) == (num_groups, 2 * num_groups, 0)

@@ -18,7 +18,7 @@ from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import registry, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
-from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
+from rl.verification import checks, evidence_log, rules, sequential_test
 from tests.support import proxy, validators
 from tests.support.groups import answers
 from tests.support.orchestrators import inside, marks
@@ -234,7 +234,7 @@ def test_a_server_answers_for_invented_versions_and_not_for_those_that_the_lease
     of_lease = rules.Rules.of(config, RUN.worker).at_lease(group, newest=8)
     verdict = checks.check_at_lease(rollouts, of_lease)
     assert verdict.reason == "versions"
-    found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
+    found = evidence_log.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
     assert found == (HONEST.worker if is_server else "")
 
 
@@ -249,7 +249,7 @@ def test_a_server_answers_for_wrong_kept_sets_and_not_for_those_that_its_worker_
     of_lease = rules.Rules.of(config, RUN.worker).at_lease(group, newest=8)
     verdict = checks.kept_named(rollouts[0], of_lease)
     assert verdict.reason == "kept"
-    found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
+    found = evidence_log.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
     assert found == (HONEST.worker if has_kept else "")
 
 
@@ -281,7 +281,7 @@ def test_evidence_is_against_the_server_that_signed_the_whole_group():
     assert [*log.tests] == [HONEST.worker]
     log.add_claims([group[0], *mixed(group)[1:]])
     assert [*log.tests] == [HONEST.worker, evidence_log.NEWCOMERS, WORKER.worker]
-    assert responsibility.server_of(group, [LIAR.worker]) == ""
+    assert evidence_log.server_of(group, [LIAR.worker]) == ""
 
 
 def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server():
@@ -301,4 +301,4 @@ def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server()
     assert flagged and len(lines) == 1 and flagged in lines[0]
     verdict = checks.Verdict("statistics", flagged)  # of a validator that knows no servers
     signed = [sign(one, HONEST, config) for one in answers(group)]
-    assert not responsibility.server_at_fault(signed, verdict, rules.Rules.of(config, RUN.worker), [HONEST.worker])
+    assert not evidence_log.server_at_fault(signed, verdict, rules.Rules.of(config, RUN.worker), [HONEST.worker])

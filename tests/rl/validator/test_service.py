@@ -1,418 +1,503 @@
 """Payment and penalties of a request at the validation service: each file is settled separately, and a client's claims cost a worker nothing.
 
-The validator is a stand-in without weights: signatures are real, and the test sets the result of the replay. There are two groups of four
-samples, two workers with a stake each, a ledger, and files on disk.
+A restart must not undo decisions: a service is closed, broken, or killed, and another continues with its state file.
 """
 
 import concurrent.futures
 import dataclasses
 import hashlib
+import json
+import random
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.ledger import balances
-from rl.ledger import events as ledger_events
-from rl.ledger import ledger as ledger_lib
-from rl.protocol import lease
+from rl.ledger import balances, events, task_ranges
 from rl.validator import service as service_lib
-from rl.validator import state
-from rl.validator import status as validator_status
-from rl.verification import checks, evidence_log, replay, sequential_test, verifier
-from rl.verification import rules as rules_lib
-from tests.support import bare_rules, tiny
+from rl.validator import state as validator_state
+from rl.verification import checks, sequential_test
+from tests.support import file_validator, ledgers
+from tests.support.file_validator import KEY, OTHER, SLASH, STAKE, UNHARMED, WAIT_S, Checker, Stand, flops, group
 
-KEEPER, KEY, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
-G, STAKE, SLASH, WAIT_S = 4, 100, 30, 60
-
-
-def prescribed(step, number):
-    return lease.Lease(step, number, "train", number, 0, G, 1.0, max(0, step - 2))
-
-
-BANDS = sequential_test.Bands(margin=0.1, logprob=0.1, proof=0.1, shape=0.1)
-RULES = dataclasses.replace(
-    bare_rules.make(tiny.model(), 64, rules_lib.Tolerance(0, 0, 0)),
-    env="e",
-    env_seed=0,
-    groups=lambda step: [prescribed(step, g) for g in range(2 * step - 2, 2 * step)],
-)
-
-
-class Evidence(evidence_log.EvidenceLog):
-    def add_claims(self, rollouts):  # nothing here was drawn
-        return [checks.OK] * len(rollouts)
-
-
-class Validator(verifier.Validator):
-    """Checks signatures and versions; `verdict` is the replay, and may raise. Every rollout is evidence of `margin`."""
-
-    def __init__(self, rules):
-        super().__init__(tiny.model(), None, rules, Evidence(BANDS))
-        self.verdict, self.margin = lambda rollout: checks.OK, 0.0
-
-    def check_without_weights(self, rollouts, *, newest):
-        rules = dataclasses.replace(self.rules, newest=newest)
-        return [checks.first_failure((checks.signature, checks.version_window), r, rules) for r in rollouts]
-
-    def check_with_weights(self, rollouts):
-        return [self._verdict(rollout) for rollout in rollouts]
-
-    def _verdict(self, rollout):
-        verdict = self.verdict(rollout)
-        if not verdict.accepted:
-            return verdict
-        results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
-        margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
-        values = np.arange(3, 8), margin_N, np.ones(5), np.full(5, -0.5), zeros, np.zeros((5, 32))
-        evidence = replay.Replayed(rollout, *values, proofs=results).evidence
-        self.evidence.add_replays([(rollout, evidence)])
-        return self.evidence.verdict(rollout.worker)
-
-
-def group(number=0, key=KEY, *, length=8, step=1, version=0):
-    """One group's rollouts, signed."""
-    mask = np.arange(length) >= 3
-    return [
-        rollout_lib.sign(
-            tiny.rollout(
-                mask,
-                tokens=np.full(length, 5, np.int32),
-                logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-                versions=np.full(length, version, np.int32),
-                seed=sample,
-                task=rollout_lib.TaskRef("e", number, number, 0),
-                sample=sample,
-                step=step,
-            ),
-            key,
-        )
-        for sample in range(G)
-    ]
-
-
-def make_ledger(folder, *keys):
-    with ledger_lib.Ledger.create(folder / "ledger.db", KEEPER) as ledger:
-        for key in keys or (KEY, OTHER):
-            ledger.append(ledger_events.sign("join", key.worker, key))
-            ledger.append(ledger_events.sign("stake", key.worker, key, amount=STAKE))
-    (folder / "files").mkdir()
-
-
-def start(folder, validator=None, *, keeper=KEEPER, rules=RULES, eject=True, min_rate=0.05):
-    """Starts a service on the files in `folder`."""
-    return service_lib.Service(
-        validator or Validator(rules),
-        folder / "files",
-        lambda: 8,
-        secret=b"s",
-        min_rate=min_rate,
-        state=state.State(folder / "state.db", "a run", keep_steps=8),
-        ledger=ledger_lib.Ledger(folder / "ledger.db", keeper),
-        slash=SLASH,
-        eject=eject,
-    )
+REASON = checks.Reason
 
 
 @pytest.fixture
-def service(tmp_path):
-    """Everything is replayed, however well its node is reputed."""
-    make_ledger(tmp_path)
-    made = start(tmp_path, min_rate=1.0)
-    yield made
-    close(made)
+def start(tmp_path):
+    """Call it for a service on the same files as the one before, which it closes."""
+    file_validator.make_ledger(tmp_path)
+    made = []
+
+    def again(checker=None, **options):
+        if made:
+            made.pop().close()
+        made.append(Stand(tmp_path, checker, **options))
+        return made[0]
+
+    yield again
+    made.pop().close()
 
 
-def close(service):
-    service.close()
-    service._ledger.close()
+@pytest.fixture
+def stand(start):
+    return start()
 
 
-def flops(rollouts):
-    return sum(validator_status.flops_of(tiny.model(), rollout)[1] for rollout in rollouts)
-
-
-def put(service, name, rollouts, node=KEY, units=None):
-    """Writes a file and submits its work for `node`, unless that is None; returns its hash."""
-    contents = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(rollouts)
-    sha = hashlib.sha256(contents).hexdigest()
-    (service._root / name).write_bytes(contents)
-    if node is not None:
-        units = units or (9 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._ledger.append(ledger_events.sign("submit", node.worker, node, work=sha, units=units))
-    return sha
-
-
-def ask(service, name, *shas, group=None, address=None):
-    group = len(shas) > 1 if group is None else group
-    service.submit(name, shas, address, group=group)
-    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
-    return service.status(name, group=group)
-
-
-def paid(service, sha):
-    work = service._ledger.state.works[sha]
-    return work.units if work.status == "accepted" else 0
-
-
-def unharmed(service, key):
-    """No event of the ledger took anything from the node, or from its name."""
-    node = service._ledger.state.workers[key.worker]
-    return (node.stake, node.num_slashes, node.num_invalidated, node.ejected) == (STAKE, 0, 0, False)
+def rejects(**of):
+    """A replay that rejects rollouts with these fields."""
+    return lambda r: (
+        checks.Verdict(REASON.SAMPLING, "no") if all(getattr(r, n) == v for n, v in of.items()) else checks.OK
+    )
 
 
 # ---- each file for itself --------------------------------------------------------------------------------------------
 
 
-def test_claimed_units_are_held_against_each_file_in_any_company(service):
-    greedy = put(service, "a-0.parquet", group(0), units=2**53)
-    stray = put(service, "a-1.parquet", group(2, OTHER, step=2), None)
+def test_claimed_units_are_held_against_each_file_in_any_company(stand):
+    greedy = stand.put("a-0.parquet", group(0), units=2**53)
+    stray = stand.write("a-1.parquet", group(2, OTHER, step=2))
     with pytest.raises(ValueError, match=f"{stray} is not work of this ledger; append its submit event first"):
-        service.submit("a-0.parquet", [greedy, stray], group=True)
-    assert put(service, "a-1.parquet", group(2, OTHER, step=2), OTHER) == stray
-    assert ask(service, "a-1.parquet", stray, group=False).status == "accept"
-    honest = put(service, "b-1.parquet", group(1, OTHER, length=9), OTHER)
-    (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
-    status = ask(service, "b-0.parquet", greedy, honest)
+        stand.service.submit("a-0.parquet", [greedy, stray], group=True)
+    assert stand.put("a-1.parquet", group(2, OTHER, step=2), OTHER) == stray
+    assert stand.ask("a-1.parquet", stray).status == "accept"
+    honest = stand.put("b-1.parquet", group(1, OTHER, length=9), OTHER)
+    stand.write("b-0.parquet", group(0))
+    status = stand.ask("b-0.parquet", greedy, honest)
     assert status.status == "reject" and status.failing_indices == (0,) and status.reasons[0].startswith("units: ")
-    assert paid(service, greedy) == 0 and service._ledger.state.workers[KEY.worker].stake == STAKE - SLASH
-    assert paid(service, honest) == flops(group(1, OTHER, length=9)) and unharmed(service, OTHER)
+    assert stand.paid(greedy) == 0 and stand.node(KEY)[0] == STAKE - SLASH
+    assert stand.paid(honest) == flops(group(1, OTHER, length=9)) and stand.node(OTHER) == UNHARMED
 
 
-def test_nobody_is_paid_for_a_file_that_another_signed(service):
-    stolen = put(service, "a-0.parquet", group(0), OTHER)
-    own = put(service, "a-1.parquet", group(1, OTHER), OTHER)
-    status = ask(service, "a-0.parquet", stolen, own)
-    assert status.reasons == {0: "signature: another worker signed the rollouts than the one that submitted the work"}
-    assert paid(service, stolen) == 0 and service._ledger.state.workers[OTHER.worker].ejected and unharmed(service, KEY)
+@pytest.mark.parametrize(
+    ("bad", "reasons"),
+    [
+        (group(0), {0: "signature: another worker signed the rollouts than the one that submitted the work"}),
+        (b"PAR1 and so on PAR1", {0: "rollout file: "}),
+        ([dataclasses.replace(one, reward=1.0) for one in group(0, OTHER)], {0: "signature: the key"}),
+        ([], {0: "file: a-0.parquet contains no rollout"}),
+    ],
+    ids=["another's", "garbage", "changed", "empty"],
+)
+def test_a_bad_file_costs_its_submitter_alone(stand, bad, reasons):
+    if bad == []:
+        bad = parquet.to_bytes([])
+    shas = [stand.put("a-0.parquet", bad, OTHER), stand.put("a-1.parquet", group(1))]
+    status = stand.ask("a-0.parquet", *shas)
+    assert (status.status, status.failing_indices, [*status.reasons]) == ("reject", (0,), [0])
+    assert status.reasons[0].startswith(reasons[0])
+    assert stand.paid(shas[0]) == 0 and stand.node(OTHER)[1:] == (1, 1, True)
+    assert stand.paid(shas[1]) == flops(group(1)) and stand.node(KEY) == UNHARMED
 
 
-def test_a_neighbours_garbage_is_the_neighbours(service):
-    garbage = put(service, "a-0.parquet", b"PAR1 and so on PAR1", OTHER)
-    honest = put(service, "a-1.parquet", group(0))
-    status = ask(service, "a-0.parquet", garbage, honest)
-    assert (status.status, status.failing_indices) == ("reject", (0,))
-    assert paid(service, honest) == flops(group(0)) and unharmed(service, KEY)
-    assert service._ledger.state.workers[OTHER.worker].ejected
-
-
-def test_a_neighbour_cannot_spoil_or_complete_a_group(service):
+def test_a_neighbour_cannot_spoil_or_complete_a_group(stand):
     """OTHER sends the second half of a group whose first half is KEY's."""
-    half, rest = put(service, "a-0.parquet", group(0)[:2]), put(service, "a-1.parquet", group(0, OTHER)[2:], OTHER)
-    assert ask(service, "a-0.parquet", half, rest).status == "incomplete_group"
-    service._validator.verdict = lambda r: checks.Verdict("sampling") if r.worker == OTHER.worker else checks.OK
-    twin = put(service, "b-1.parquet", group(1, OTHER), OTHER)
-    mine = put(service, "b-0.parquet", group(1))
-    status = ask(service, "b-0.parquet", mine, twin)
-    assert status.failing_indices == (1,) and paid(service, mine) == flops(group(1)) and unharmed(service, KEY)
+    half, rest = stand.put("a-0.parquet", group(0)[:2]), stand.put("a-1.parquet", group(0, OTHER)[2:], OTHER)
+    assert stand.ask("a-0.parquet", half, rest).status == "incomplete_group"
+    stand.checker.verdict = rejects(worker=OTHER.worker)
+    twin, mine = stand.put("b-1.parquet", group(1, OTHER), OTHER), stand.put("b-0.parquet", group(1))
+    status = stand.ask("b-0.parquet", mine, twin)
+    assert status.failing_indices == (1,) and stand.paid(mine) == flops(group(1)) and stand.node(KEY) == UNHARMED
 
 
-def test_a_cheat_in_one_half_costs_its_node_both(service):
-    service._validator.verdict = lambda r: checks.Verdict("sampling", "no") if r.sample == 3 else checks.OK
-    shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
-    status = ask(service, "a-0.parquet", *shas)
-    assert (status.status, status.failing_indices, status.reasons) == ("reject", (0, 1), {1: "sampling: no"})
-    node = service._ledger.state.workers[KEY.worker]
-    assert (node.num_invalidated, node.num_slashes, node.ejected) == (2, 1, True)
+def test_a_cheat_in_one_half_costs_its_node_both_and_its_sound_group_is_done(stand):
+    stand.checker.verdict = rejects(sample=3)
+    shas = [stand.put(f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
+    status = stand.ask("a-0.parquet", *shas)
+    assert (status.status, status.failing_indices) == ("reject", (0, 1))
+    assert set(status.reasons.values()) == {"sampling: no"} and stand.node(KEY)[1:] == (1, 2, True)
 
 
 # ---- a client's claims cost nothing ----------------------------------------------------------------------------------
 
 
-def test_a_part_of_a_group_asked_alone_costs_nothing(service):
-    shas = [
-        put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2] + (group(1) if i == 0 else [])) for i in range(2)
-    ]
+def test_a_part_of_a_group_asked_alone_costs_nothing(stand):
+    shas = [stand.put(f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2] + (group(1) if i == 0 else [])) for i in range(2)]
     for is_group in (False, True):
-        status = ask(service, "a-0.parquet", shas[0], group=is_group)
+        status = stand.ask("a-0.parquet", shas[0], group=is_group)
         assert status.status == "incomplete_group" and status.reason.startswith("samples: expected 0..3 once each")
-    assert unharmed(service, KEY) and service._ledger.state.works[shas[0]].status == "pending"
-    assert ask(service, "a-0.parquet", *shas).status == "accept"
-    assert [paid(service, sha) > 0 for sha in shas] == [True, True]
-    assert ask(service, "a-0.parquet", shas[0], group=False).status == "accept"  # the same bytes, the same status
+    assert stand.node(KEY) == UNHARMED and stand.ledger.state.works[shas[0]].status == "pending"
+    assert stand.ask("a-0.parquet", *shas).status == "accept" and all(map(stand.paid, shas))
+    assert stand.ask("a-0.parquet", shas[0], group=False).status == "accept"  # the same bytes, the same status
+    assert stand.checker.num_replayed == 8  # the whole group of the first file was replayed once
 
 
-def test_what_was_not_replayed_is_not_taken_for_done(service):
-    """A forged group, a good one, and half a group of another worker in one request: the good task can be submitted again."""
-    forged = [dataclasses.replace(rollout, reward=1.0) for rollout in group(0)]
-    shas = [put(service, "a-0.parquet", forged + group(1)), put(service, "a-1.parquet", group(0, OTHER)[:2], OTHER)]
-    status = ask(service, "a-0.parquet", *shas)
-    assert status.status == "reject" and list(status.reasons) == [0] and not status.checked
-    again = put(service, "b.parquet", group(1, OTHER), OTHER)
-    assert ask(service, "b.parquet", again).status == "accept" and unharmed(service, OTHER)
-
-
-def test_a_file_is_judged_once_under_any_name_and_route(service):
-    sha = put(service, "a-0.parquet", group(0))
-    (service._root / "b-0.parquet").write_bytes((service._root / "a-0.parquet").read_bytes())
-    other = put(service, "b-1.parquet", group(1))
-    assert ask(service, "a-0.parquet", sha, group=False).status == "accept"
+def test_a_file_is_judged_once_under_any_name_and_route(stand):
+    sha = stand.put("a-0.parquet", group(0))
+    stand.write("b-0.parquet", group(0))
+    other = stand.put("b-1.parquet", group(1))
+    assert stand.ask("a-0.parquet", sha).status == "accept"
     for name, shas, is_group in (("a-0", [sha], True), ("b-0", [sha], False), ("b-0", [sha, other], True)):
-        status = ask(service, f"{name}.parquet", *shas, group=is_group)
-        assert status.status == "accept" and status.output_flops == sum(paid(service, s) for s in shas) > 0
-    assert unharmed(service, KEY)
+        status = stand.ask(f"{name}.parquet", *shas, group=is_group)
+        assert status.status == "accept" and status.output_flops == sum(map(stand.paid, shas)) > 0
+    assert stand.node(KEY) == UNHARMED and stand.checker.num_replayed == 8
 
 
-def test_a_status_is_that_of_its_own_route(service):
-    shas = [put(service, f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
-    (service._root / "a-1.parquet").rename(service._root / "b-1.parquet")
-    assert ask(service, "a-0.parquet", *shas).status == "incomplete_group"
-    (service._root / "b-1.parquet").rename(service._root / "a-1.parquet")
-    assert ask(service, "a-0.parquet", *shas).status == "accept"
-    assert service.status("a-0.parquet").status == "unknown"
-    with pytest.raises(ValueError, match="is not a name of a group's file"):
-        service.submit("a.parquet", shas[:1], group=True)
-    with pytest.raises(ValueError, match="names one file twice"):
-        service.submit("a-0.parquet", [shas[0]] * 2, group=True)
+def test_a_status_is_that_of_its_own_route(stand):
+    shas = [stand.put(f"a-{i}.parquet", group(0)[2 * i : 2 * i + 2]) for i in range(2)]
+    (stand.root / "a-1.parquet").rename(stand.root / "b-1.parquet")
+    assert stand.ask("a-0.parquet", *shas).reason == "file: a-1.parquet does not exist yet"
+    (stand.root / "b-1.parquet").rename(stand.root / "a-1.parquet")
+    assert stand.ask("a-0.parquet", *shas).status == "accept"
+    assert stand.service.status("a-0.parquet").status == "unknown"
 
 
-def test_the_same_task_twice_is_not_paid_twice_and_no_offence(service):
+@pytest.mark.parametrize(
+    ("name", "shas", "is_group", "words"),
+    [
+        ("a.parquet", ["0" * 64], True, "is not a name of a group's file"),
+        ("a-0.parquet", ["0" * 64] * 2, True, "names one file twice"),
+        ("a-0.parquet", ["xyz"], False, "file_sha must be a SHA-256"),
+        ("a-0.parquet", [], True, "file_sha must be a SHA-256"),
+        *(
+            (n, ["0" * 64], False, "is not a name of a rollout")
+            for n in ("../a.parquet", "/a.parquet", "a.txt", "", ".a.parquet")
+        ),
+        ("x" * 300 + ".parquet", ["0" * 64], False, "is not a name of a rollout"),
+        ("link.parquet", ["0" * 64], False, "is outside"),
+        ("a-0.parquet", ["0" * 64], False, "is not work of this ledger"),
+    ],
+)
+def test_bad_requests_are_refused(stand, name, shas, is_group, words):
+    (stand.root / "link.parquet").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match=words):
+        stand.service.submit(name, shas, group=is_group)
+
+
+def test_what_an_asker_says_costs_nobody_anything(stand):
+    sha = stand.put("a.parquet", group(0))
+    for name, other, words in [
+        ("a.parquet", stand.put("c.parquet", group(1)), "a.parquet does not have the SHA-256 "),
+        ("b.parquet", sha, "does not exist"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            stand.service.submit(name, [other])
+    assert stand.ask("a.parquet", sha, address="0" * 64).status == "accept"
+    found = stand.service.submit("a.parquet", [sha], "0" * 64)
+    assert found.reason.startswith("signature: another worker signed the file")
+    assert stand.service.submit("a.parquet", [sha], KEY.worker).status == "accept"
+    assert stand.service.counts == {"accept": 1} and stand.node(KEY) == UNHARMED
+
+
+def test_the_same_task_twice_is_not_paid_twice_and_no_offence(stand):
     """A lease that ran out: both did the task."""
-    first, second = put(service, "a.parquet", group(0)), put(service, "b.parquet", group(0, OTHER), OTHER)
-    assert ask(service, "a.parquet", first).status == "accept"
-    assert ask(service, "b.parquet", second).reason.startswith("duplicate: sample 0 of group 0 was accepted before")
-    node = service._ledger.state.workers[OTHER.worker]
-    assert paid(service, second) == 0 and (node.stake, node.num_slashes, node.ejected) == (STAKE, 0, False)
-    both = [put(service, f"c-{i}.parquet", group(1, key), key) for i, key in enumerate((KEY, OTHER))]
-    assert ask(service, "c-0.parquet", *both).failing_indices == (1,)
-    assert [paid(service, sha) > 0 for sha in both] == [True, False]
+    first, second = stand.put("a.parquet", group(0)), stand.put("b.parquet", group(0, OTHER), OTHER)
+    assert stand.ask("a.parquet", first).status == "accept"
+    assert stand.ask("b.parquet", second).reason == "duplicate: group 0 of step 1 was accepted before"
+    assert stand.paid(second) == 0 and stand.node(OTHER) == (STAKE, 0, 1, False)
+    both = [stand.put(f"c-{i}.parquet", group(1, key), key) for i, key in enumerate((KEY, OTHER))]
+    assert stand.ask("c-0.parquet", *both).failing_indices == (1,)
+    assert [stand.paid(sha) > 0 for sha in both] == [True, False]
+    stand.ask("d.parquet", stand.put("d.parquet", group(18, step=10, version=8)))
+    late = stand.put("e.parquet", group(3, step=2))
+    assert "step 2 is over: rollouts of step 10 were accepted already" in stand.ask("e.parquet", late).reason
 
 
-def test_simultaneous_askers_get_one_verdict(service):
-    shas = [put(service, f"{i}.parquet", group(i)) for i in range(2)]
+def test_simultaneous_askers_get_one_verdict(stand):
+    """Also alone and in a group at the same time: one verdict, one payment."""
+    shas = [stand.put(f"a-{i}.parquet", group(i)) for i in range(2)]
     with concurrent.futures.ThreadPoolExecutor(8) as askers:
-        for i, sha in enumerate(shas):
-            said = list(askers.map(lambda _, i=i, sha=sha: service.submit(f"{i}.parquet", [sha]).status, range(32)))
-            assert set(said) <= {"pending", "accept"}
-    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
-    assert service.counts == {"accept": 2} and len(service._futures) == 2 and unharmed(service, KEY)
+        requests = [
+            ("a-0.parquet", shas[:1], False),
+            ("a-1.parquet", shas[1:], False),
+            ("a-0.parquet", shas, True),
+        ] * 16
+        found = askers.map(lambda one: stand.service.submit(*one[:2], group=one[2]).status, requests)
+        assert set(found) <= {"pending", "accept"}
+    for name, _, is_group in requests[:3]:
+        assert stand.wait(name, group=is_group).status == "accept"
+    assert stand.service.counts == {"accept": 3} and stand.checker.num_replayed == 8
+    assert stand.ledger.refresh().workers[KEY.worker].num_accepted == 2 and stand.node(KEY) == UNHARMED
 
 
-def test_a_drawn_group_is_replayed_in_any_file(tmp_path, monkeypatch):
-    """Its weights are gone: no choice of files, no other bytes, and no other worker of the same repute gets it accepted."""
+def test_groups_are_drawn_by_repute_in_any_file(start, monkeypatch):
+    """A drawn group's weights are gone: no choice of files, no other bytes, and no other worker of the same repute gets it accepted."""
     monkeypatch.setattr(balances.State, "reputation", lambda self, worker: 0.5)
-    make_ledger(tmp_path)
-    service = start(
-        tmp_path, rules=dataclasses.replace(RULES, groups=lambda step: [prescribed(step, g) for g in range(8)])
-    )
-    service._validator.verdict = lambda rollout: checks.Verdict("weights", "cleaned away")
-    drawn, other, *spared = sorted(range(8), key=lambda g: not service._is_drawn(group(g)[0]))
-    assert service._is_drawn(group(other)[0]) and not any(service._is_drawn(group(g)[0]) for g in spared[-2:])
-    for number, company in enumerate([[drawn], [drawn, other], *([drawn, g] for g in spared)]):
-        sha = put(service, f"{number}.parquet", [one for g in company for one in group(g)])
-        assert ask(service, f"{number}.parquet", sha).status == "crashed"
-    assert ask(service, "o.parquet", put(service, "o.parquet", group(drawn, OTHER), OTHER)).status == "crashed"
-    status = ask(service, "s.parquet", put(service, "s.parquet", group(spared[-1])))
+    stand = start(Checker(file_validator.rules(per_step=400)), min_rate=0.05)
+    stand.checker.verdict = lambda rollout: checks.Verdict(REASON.WEIGHTS, "cleaned away")
+    sha = stand.put("all.parquet", [one for number in range(200) for one in group(number)])
+    failing = stand.ask("all.parquet", sha).failing_indices
+    assert 70 < len(failing) / file_validator.G < 130  # half of 200: +- 4 standard errors
+    drawn = failing[0] // file_validator.G
+    spared = next(n for n in range(200) if n * file_validator.G not in failing)
+    for key, numbers in ((KEY, [drawn]), (KEY, [drawn, spared]), (OTHER, [drawn])):
+        name = f"{key.worker[:4]}{len(numbers)}.parquet"
+        sha = stand.put(name, [one for number in numbers for one in group(number, key)], key)
+        assert stand.ask(name, sha).status == "crashed"
+    status = stand.ask("s.parquet", stand.put("s.parquet", group(spared)))
     assert status.status == "accept" and not status.checked
-    close(service)
+    monkeypatch.setattr(balances.State, "reputation", lambda self, worker: 0.9999)
+    sha = stand.put("t.parquet", [one for number in range(200, 400) for one in group(number)])
+    assert 2 < len(stand.ask("t.parquet", sha).failing_indices) / file_validator.G < 23  # never below the lowest rate
+
+
+def test_a_file_of_more_groups_than_an_event_names_is_refused_and_no_offence(stand, monkeypatch):
+    monkeypatch.setattr(task_ranges, "MAX_CHARS", 8)
+    sha = stand.put("a.parquet", group(0) + group(2, step=2) + group(4, step=3))
+    assert stand.ask("a.parquet", sha).reason.startswith("file: too many groups for an event")
+    assert not stand.paid(sha) and stand.node(KEY) == (STAKE, 0, 1, False)
 
 
 # ---- our own faults --------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_scorer_delays_the_node_that_it_is_slow_for(service):
-    """Many slow files of one node: another's are judged meanwhile, also in company, and so are they in the end."""
-    go_on, begun, judge = threading.Event(), threading.Semaphore(0), service._validator.check_without_weights
+def test_a_slow_request_delays_another_worker_by_one_turn(stand):
+    go_on, begun, order = threading.Event(), threading.Event(), []
 
-    def slow(rollouts, *, newest):
-        if rollouts and rollouts[0].worker == KEY.worker:
-            begun.release()
-            assert go_on.wait(WAIT_S)
-        return judge(rollouts, newest=newest)
+    def slow(rollout):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        order.append(rollout.worker)
+        return checks.OK
 
-    service._validator.check_without_weights = slow
-    shas = [put(service, f"slow{n}.parquet", group(0)[: n + 1]) for n in range(3)]
-    for n, sha in enumerate(shas):
-        assert service.submit(f"slow{n}.parquet", [sha]).status == "pending"
-    assert begun.acquire(timeout=WAIT_S) and begun.acquire(timeout=WAIT_S)
-    quick = put(service, "quick.parquet", group(1, OTHER), OTHER)
-    service.submit("quick.parquet", [quick])
-    deadline = time.monotonic() + WAIT_S
-    while service.status("quick.parquet").status != "accept":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert all(service.status(f"slow{n}.parquet").status == "pending" for n in range(3))
+    stand.checker.verdict = slow
+    for n in range(3):
+        stand.service.submit(f"slow{n}.parquet", [stand.put(f"slow{n}.parquet", group(n, step=1 + n // 2))])
+        assert begun.wait(WAIT_S) and stand.service.is_busy
+    stand.service.submit("quick.parquet", [stand.put("quick.parquet", group(3, OTHER, step=2), OTHER)])
     go_on.set()
-    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
-    assert [service.status(f"slow{n}.parquet").status for n in range(3)] == ["incomplete_group"] * 3
+    for name in ("slow0", "slow1", "slow2", "quick"):
+        assert stand.wait(f"{name}.parquet").status == "accept"
+    assert order == [KEY.worker] * 8 + [OTHER.worker] * 4 + [KEY.worker] * 4
 
 
-def test_what_became_final_while_it_was_looked_over_stays_so(service):
-    """Requested alone and in a group at the same time: one verdict, one payment."""
-    judge, gate = service._validator.check_without_weights, threading.Barrier(2)
-
-    def together(rollouts, *, newest):
-        gate.wait(WAIT_S)
-        return judge(rollouts, newest=newest)
-
-    service._validator.check_without_weights = together
-    shas = [put(service, f"a-{n}.parquet", group(n)) for n in range(2)]
-    service.submit("a-0.parquet", shas[:1])
-    service.submit("a-0.parquet", shas, group=True)
-    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
-    assert service.status("a-0.parquet").status == service.status("a-0.parquet", group=True).status == "accept"
-    assert service._ledger.state.workers[KEY.worker].num_accepted == 2 and service.counts == {"accept": 2}
-
-
-def test_weights_that_cannot_be_had_cost_nobody_anything(service):
-    sha = put(service, "a.parquet", group(0))
-    check = service._validator.check_without_weights
+def test_weights_that_cannot_be_had_cost_nobody_anything(stand):
+    """And what comes again counts once as evidence."""
+    sha, screen = stand.put("a.parquet", group(0)), stand.checker.check_group_without_weights
     for name, fault, reason in (
-        ("verdict", lambda rollout: checks.Verdict("weights", "v3 was cleaned away"), "v3 was cleaned away"),
+        ("verdict", lambda r: checks.Verdict(REASON.WEIGHTS, "gone") if r.sample == 3 else checks.OK, "gone"),
         ("verdict", lambda rollout: (_ for _ in ()).throw(ConnectionError("no relay answers")), "ConnectionError"),
-        ("check_without_weights", lambda rollouts, newest: 1 / 0, "ZeroDivisionError"),
+        ("check_group_without_weights", lambda rollouts: 1 / 0, "ZeroDivisionError"),
     ):
-        setattr(service._validator, name, fault)
-        status = ask(service, "a.parquet", sha)
+        setattr(stand.checker, name, fault)
+        status = stand.ask("a.parquet", sha)
         assert status.status == "crashed" and reason in status.reason
-        assert unharmed(service, KEY) and service._ledger.state.works[sha].status == "pending"
-    service._validator.verdict, service._validator.check_without_weights = lambda rollout: checks.OK, check
-    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha)  # handed in again
+        assert stand.node(KEY) == UNHARMED and stand.ledger.state.works[sha].status == "pending"
+    stand.checker.verdict, stand.checker.check_group_without_weights = lambda rollout: checks.OK, screen
+    assert stand.ask("a.parquet", sha).status == "accept" and stand.paid(sha)  # handed in again
+    assert stand.checker.evidence.tests[KEY.worker].num_rollouts == file_validator.G
 
 
-def test_a_version_that_has_not_come_here_yet_is_no_offence(service):
-    service._newest = lambda: 1
-    sha = put(service, "a-0.parquet", group(4, step=3, version=2))
-    fine = put(service, "a-1.parquet", group(0, OTHER), OTHER)
-    status = ask(service, "a-0.parquet", sha, fine)
-    assert status.status == "crashed" and "version 2 is not here yet" in status.reason
-    assert unharmed(service, KEY) and unharmed(service, OTHER) and not service._validator.evidence.tests
-    assert ask(service, "a-1.parquet", fine).status == "accept"
-    service._newest = lambda: 2
-    assert ask(service, "a-0.parquet", sha).status == "accept"
-    early = put(service, "b.parquet", group(4, OTHER, step=3, version=3), OTHER)  # batch 3 is made with version 2
-    assert ask(service, "b.parquet", early).reason.startswith("versions: 3 is newer than 2")
-    assert service._ledger.state.workers[OTHER.worker].ejected
+def test_a_version_that_has_not_come_here_yet_is_no_offence(stand):
+    stand.newest = 1
+    sha, fine = stand.put("a-0.parquet", group(4, step=3, version=2)), stand.put("a-1.parquet", group(0, OTHER), OTHER)
+    status = stand.ask("a-0.parquet", sha, fine)
+    assert status.status == "crashed" and "version 2 is not here yet, the newest is 1" in status.reason
+    assert stand.node(KEY) == stand.node(OTHER) == UNHARMED and KEY.worker not in stand.checker.evidence.tests
+    stand.newest = 2
+    assert stand.ask("a-0.parquet", sha, fine).status == "accept"
+    early = stand.put("b.parquet", group(5, OTHER, step=3, version=3), OTHER)  # batch 3 is made with version 2
+    assert stand.ask("b.parquet", early).reason.startswith("versions: 3 is newer than 2")
 
 
-def test_a_ledger_that_could_not_be_written_is_written_when_asked_again(service, monkeypatch):
-    sha = put(service, "a.parquet", group(0))
-    with monkeypatch.context() as patch:
-        patch.setattr(service._ledger, "append", lambda *events: (_ for _ in ()).throw(sqlite3.Error("locked")))
-        assert ask(service, "a.parquet", sha).status == "crashed"
-    assert ask(service, "a.parquet", sha).status == "accept" and paid(service, sha) == flops(group(0))
-
-
-def test_a_request_is_bounded_before_it_is_read(service, monkeypatch):
-    shas = [put(service, f"a-{i}.parquet", group(i)) for i in range(2)]
-    size = (service._root / "a-0.parquet").stat().st_size
+def test_a_request_is_bounded_before_it_is_read(stand, monkeypatch):
+    shas = [stand.put(f"a-{i}.parquet", group(i)) for i in range(2)]
+    size = (stand.root / "a-0.parquet").stat().st_size
     with monkeypatch.context() as patch:
         patch.setattr(service_lib.parquet_footer, "MAX_FILE_BYTES", size + 9)
         with pytest.raises(ValueError, match=f"at most {size + 9} are read"):
-            service.submit("a-0.parquet", shas, group=True)
+            stand.service.submit("a-0.parquet", shas, group=True)
     experts = np.zeros((7, 2, 8), np.uint8)  # 112 bytes, where tokens and proofs of both files take 210
     for limit, claims in ((200, {}), (400, {"routed_experts": experts})):
         with monkeypatch.context() as patch:
-            one = dataclasses.replace(group(0)[0], proofs=b"x", **claims)
+            one = rollout_lib.sign(dataclasses.replace(group(0)[0], proofs=b"x", **claims), KEY)
             patch.setattr(service_lib.parquet, "from_bytes", lambda data, one=one, **limits: [one])
             patch.setattr(service_lib.parquet_footer, "MAX_DECODED_BYTES", limit)
-            assert ask(service, "a-0.parquet", *shas).status == "crashed"
-    assert ask(service, "a-0.parquet", *shas).status == "accept"
-    many = put(service, "many.parquet", group(0) * 17)  # a step has 8, and 8 steps are remembered
-    assert "68 rows, at most 64 are read" in ask(service, "many.parquet", many).reason
+            assert stand.ask("a-0.parquet", *shas).status == "crashed"
+    assert stand.ask("a-0.parquet", *shas).status == "accept"
+    many = stand.put("many.parquet", group(0) * 17)  # a step has 8, and 8 steps are remembered
+    assert "68 rows, at most 64 are read" in stand.ask("many.parquet", many).reason
+
+
+# ---- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_are_kept_and_nothing_is_judged_again(start):
+    stand = start()
+    good, bad = stand.put("a.parquet", group(0)), stand.put("b-0.parquet", group(1, OTHER), OTHER)
+    before = [stand.ask("a.parquet", good)]
+    stand.checker.verdict = rejects(sample=3)
+    before += [stand.ask("b-0.parquet", bad, group=True)]
+    assert [status.status for status in before] == ["accept", "reject"] and before[1].reasons == {0: "sampling: no"}
+    stand = start()
+    assert [stand.service.status("a.parquet"), stand.service.status("b-0.parquet", group=True)] == before
+    assert stand.service.status("b-0.parquet").status == "unknown"
+    assert stand.ask("a.parquet", good) == before[0] and stand.ask("b-0.parquet", bad).reasons == {0: "sampling: no"}
+    for name, rollouts in (("c", group(0)[::-1]), ("d", group(0, length=9))):
+        again = stand.put(f"{name}.parquet", rollouts)
+        assert "was accepted before" in stand.ask(f"{name}.parquet", again).reason and not stand.paid(again)
+    assert stand.checker.num_replayed == 0 and stand.node(OTHER)[1] == 1
+    assert ledgers.verify(stand.folder / "ledger.db").error is None
+
+
+def test_a_lost_state_file_changes_nothing_about_payment(start, tmp_path):
+    """Finished tasks follow from the ledger: under other hashes, of other workers, and in files that were rejected for another group."""
+    stand = start(eject=False)
+    one = stand.put("a.parquet", group(0))
+    stand.checker.verdict = rejects(task=rollout_lib.TaskRef("e", 2, 2, 0))
+    half = stand.put("b.parquet", group(2, step=2) + group(3, step=2))
+    found = [stand.ask("a.parquet", one), stand.ask("b.parquet", half)]
+    assert [(status.status, status.tasks) for status in found] == [("accept", "1:0"), ("reject", "2:3")]
+    stand = start(eject=False)
+    assert (
+        "was accepted before" in stand.ask("s.parquet", stand.put("s.parquet", group(3, OTHER, step=2), OTHER)).reason
+    )
+    stand.close()
+    (tmp_path / "state.db").unlink()
+    stand = start(eject=False)
+    for name, rollouts, key in [
+        ("c", group(0)[::-1], KEY),
+        ("d", group(0, OTHER, length=9), OTHER),
+        ("e", group(3, OTHER, step=2, length=9), OTHER),
+    ]:
+        sha = stand.put(f"{name}.parquet", rollouts, key)
+        assert stand.ask(f"{name}.parquet", sha).reason == "duplicate: by the ledger, its task was accepted before"
+        assert not stand.paid(sha)
+    assert [stand.node(key)[1] for key in (KEY, OTHER)] == [1, 0]
+    again = stand.put("f.parquet", group(2, OTHER, step=2), OTHER)  # was never done
+    assert stand.ask("f.parquet", again).status == "accept" and stand.paid(again)
+    # The old files again: their status is that of the ledger, and nothing happens.
+    num_entries, before = len(stand.ledger.entries()), stand.node(KEY)
+    status = stand.ask("a.parquet", one)
+    assert (status.status, status.output_flops) == ("accept", flops(group(0)))
+    status = stand.ask("b.parquet", half)
+    assert status.status == "reject" and status.reason.startswith("ledger: it was taken back")
+    assert len(stand.ledger.entries()) == num_entries and stand.node(KEY) == before
+
+
+def test_evidence_goes_on_where_it_was(start):
+    whole, found = sequential_test.SequentialTest(file_validator.BANDS), None
+    for number in range(14):
+        stand = start()
+        stand.checker.margin = 1.0
+        sha = stand.put(f"{number}.parquet", group(number, step=1 + number // 2, version=number // 2))
+        status = stand.ask(f"{number}.parquet", sha)
+        found = whole.add([file_validator.evidence(1.0)] * file_validator.G)
+        state, expected = stand.checker.evidence.tests[KEY.worker].state(), whole.state()
+        assert state == expected and (status.status == "reject") == (found is not None)
+        if found:
+            break
+    assert found and found.startswith("margin: ") and "statistics: margin" in status.reason
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_what_the_ledger_missed_is_written_at_the_next_start_and_once(start, monkeypatch, is_told):
+    """A service breaks before it writes to the ledger, or after."""
+    stand = start(eject=False)
+    shas = [stand.put(f"{i}.parquet", group(i, key), key) for i, key in enumerate((KEY, OTHER))]
+    stand.checker.verdict = rejects(worker=OTHER.worker)
+    reason = "its pending work is worth nothing"
+    stand.ledger.append(events.sign("slash", OTHER.worker, file_validator.KEEPER, amount=1, reason=reason))
+    append = stand.ledger.append
+    with monkeypatch.context() as patch:
+        patch.setattr(stand.ledger, "append", lambda *of: (is_told and append(*of)) + 1 / 0)
+        assert [stand.ask(f"{i}.parquet", sha).status for i, sha in enumerate(shas)] == ["crashed"] * 2
+    assert stand.ask("0.parquet", shas[0]).status == "accept" and stand.paid(shas[0])  # or when asked again
+    for _ in range(2):
+        stand = start(eject=False)
+        assert stand.paid(shas[0]) == flops(group(0)) and stand.node(OTHER)[1] == 2
+    assert [stand.ask(f"{i}.parquet", sha).status for i, sha in enumerate(shas)] == ["accept", "reject"]
+
+
+def test_the_file_is_bounded(start, monkeypatch):
+    for name, value in (("MAX_ENTRIES", 4), ("MAX_BYTES", 2000)):
+        monkeypatch.setattr(validator_state, name, value)
+    stand, keys = (
+        start(Checker(file_validator.rules(400)), eject=False),
+        [rollout_lib.WorkerKey.generate() for _ in range(7)],
+    )
+    for number, key in enumerate(keys):
+        stand.ledger.append(events.sign("join", key.worker, key))
+        stand.checker.margin = 0.2 if number in (1, 2) else 0.05
+        sha = stand.put(f"{number}.parquet", group(number, key), key)
+        assert stand.ask(f"{number}.parquet", sha).status == "accept"
+    again = start(Checker(file_validator.rules(400)), eject=False)
+    files, requests = again.state.all(validator_state.FILES), again.state.all(validator_state.REQUESTS)
+    assert sha in files and len(requests) == 4 and len(files) <= 4
+    assert sum(len(json.dumps(one, separators=(",", ":"))) for one in files.values()) <= 2000
+    assert set(stand.checker.evidence.tests) == set(again.checker.evidence.tests)
+    left = set(again.checker.evidence.tests)
+    assert {keys[1].worker, keys[2].worker} < left and len(left) <= 4  # most is known against these two
+
+
+def test_another_state_file_than_ours(tmp_path):
+    path = tmp_path / "state.db"
+    state = validator_state.State(path, "a run")
+    with pytest.raises(ValueError, match="locked; stop the validator that uses it"):
+        validator_state.State(path, "a run")
+    state.commit({"file": {"a": 1, "b": 2}})
+    state.commit({"file": {"a": 3, "b": None}})
+    assert state.all("file") == {"a": 3} and state.get("file", "b") is None
+    state.close()
+    with pytest.raises(ValueError, match="belongs to a run, not to another; .* or give another --state"):
+        validator_state.State(path, "another")
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 7")
+    connection.close()
+    with pytest.raises(ValueError, match="is not a validator state of format 2"):
+        validator_state.State(path, "a run")
+    path.write_bytes(b"SQLite, but for the rest of it" * 100)
+    with pytest.raises(ValueError, match="not a database"):
+        validator_state.State(path, "a run")
+    with pytest.raises(ValueError, match="unable to open database file; .* or give another --state"):
+        validator_state.State(tmp_path / "absent" / "state.db", "a run")
+
+
+def judge_until_killed(folder):
+    """Runs in a separate process and prints each verdict when it is reported. Groups whose number divides by 3 are refused."""
+    keeper, node = (rollout_lib.WorkerKey.load(folder / f"{name}.key") for name in ("keeper", "node"))
+    stand = Stand(folder, Checker(file_validator.rules(400)), keeper=keeper, min_rate=0.05, eject=False)
+    stand.checker.verdict = lambda r: checks.OK if r.task.group % 3 else checks.Verdict(REASON.SAMPLING, "no")
+    for path in sorted((folder / "files").iterdir()):
+        rollouts = parquet.from_bytes(path.read_bytes())
+        sha = hashlib.sha256(path.read_bytes()).hexdigest()
+        if sha not in stand.ledger.state.works:
+            stand.ledger.append(events.sign("submit", node.worker, node, work=sha, units=flops(rollouts)))
+        print(json.dumps([path.name, sha, stand.ask(path.name, sha).status]), flush=True)
+
+
+def run_and_kill(folder, count, rng):
+    """Returns the verdicts of a process that is killed some time after its `count`-th one."""
+    code = f"import pathlib; from tests.rl.validator import test_service as t; t.judge_until_killed(pathlib.Path({str(folder)!r}))"
+    told = []
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            told.append(json.loads(line))
+            if len(told) == count:
+                time.sleep(rng.random() * 0.02)
+                process.send_signal(signal.SIGKILL)
+    return told
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(25, marks=pytest.mark.slow)])
+def test_a_kill_loses_no_verdict(tmp_path, num_kills):
+    file_validator.make_ledger(tmp_path)
+    for name, key in (("keeper", file_validator.KEEPER), ("node", KEY)):
+        key.save(tmp_path / f"{name}.key")
+    for number in range(12 * num_kills):
+        (tmp_path / "files" / f"{number:03}.parquet").write_bytes(parquet.to_bytes(group(number)))
+    rng, told = random.Random(0), {}
+    for _ in range(num_kills):
+        for name, sha, status in run_and_kill(tmp_path, len(told) + 5, rng):
+            assert told.setdefault(sha, (name, status)) == (name, status)  # the same after every kill
+    assert 5 * num_kills <= len(told) < 12 * num_kills
+    assert {status for _, status in told.values()} == {"accept", "reject"}
+    stand = Stand(tmp_path, Checker(file_validator.rules(400)), eject=False)
+    files = stand.state.all(validator_state.FILES)
+    for sha, (name, status) in told.items():
+        assert files[sha]["status"] == stand.service.status(name).status == status
+        assert stand.ledger.state.works[sha].status == {"accept": "accepted", "reject": "invalidated"}[status]
+    accepted = [file for file in files.values() if file["status"] == "accept"]
+    node = stand.ledger.state.workers[KEY.worker]
+    assert (node.num_slashes, node.num_accepted) == (len(files) - len(accepted), len(accepted))
+    replayed = sum(file["checked"] for file in accepted)  # repute spares some
+    assert stand.checker.evidence.tests[KEY.worker].num_rollouts == file_validator.G * replayed
+    assert ledgers.verify(tmp_path / "ledger.db").error is None
+    stand.close()

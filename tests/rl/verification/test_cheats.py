@@ -13,46 +13,13 @@ from rl.verification import rules as rules_lib
 from tests.support import cheats, commands, doubles
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
-# The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
-REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}
-REASONS = {
-    "wrong_task": {"prompt", "task"},
-    "reused_rollout": {"prompt"},
-    "copied_proof": {"toploc"},
-    "constant_proof": {"toploc"},
-    "inflated_reward": {"reward"},
-    "unsigned_change": {"signature"},
-    "future_version": {"versions"},
-    "other_expert": {"routing", "logprob"},  # near a tie, later differences are found first
-    "other_experts": {"routing"},
-    "space_in_the_prompt": {"prompt"},
-    "tokens_between": {"prompt", "termination"},
-    "another_task_seed": {"task"},
-    "another_environment": {"task"},
-    "no_model": {"toploc"},
-    "own_seed": {"seed"},
-    "unsampled_token": {"prompt", "termination", "toploc"},
-    "own_kept_tokens": {"kept"},
-    "cut_completions": {"turns"},
-    "idle_samples": {"turns"},
-    "extra_reward": {"reward"},
-    "half_of_the_proofs": {"toploc"},
-}
-# On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
-LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
-LEAST_RATE |= {"claims_0.0009_advantage": 0.5, "claims_0.045_advantage": 0.5, "shorter_of_2": 0.2, "one_bad_in_8": 0.1}
-LEAST_RATE |= {"idle_samples": 0.5}
-# Not caught, because nothing is gained, or because another part prevents it: the same tokens, a reward within rounding, choices among allowed versions (which a
-# lease that pins the version ends), and another's work under an own name (which the lease decides).
-HARMLESS = {"speculation_0.3", "reward_plus_9e-7", "better_version", "best_switch", "copied_from_a_peer"}
-
 # A part of their rollouts is as if honest, so 16 of them are too few; the test of 48 rollouts has them.
 LATE = {"logit_bias_0.1", "old_tail_8", "runner_up_0.02", "runner_up_0.001", "temperature_0.97", "temperature_1.03"}
 LATE |= {"logit_bias_1", "speculation_0.02"}
 
 # Several seconds each.
 SLOW = "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_1.1 other_experts".split()
-SLOW += ["likeliest_stop", *sorted(HARMLESS)]
+SLOW += ["likeliest_stop", *sorted(cheats.HARMLESS)]
 
 
 @pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])
@@ -71,11 +38,11 @@ def test_honest_rollouts_pass(honest):
 )
 def test_each_cheat_is_caught(name):
     caught = cheats.play(cheats.CHEATS[name], 16, *cheats.measured("float32"), prompts=2)
-    assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
-    if name in HARMLESS:
+    assert set(caught.reasons) <= cheats.REASONS.get(name, cheats.REPLAYED), caught
+    if name in cheats.HARMLESS:
         assert caught.rate == 0, caught
     else:
-        assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
+        assert caught.rate >= cheats.LEAST_RATE.get(name, 0.8), caught
 
 
 def test_a_forger_with_proofs_of_the_right_form_is_found_without_any_replay_of_its_own():
@@ -111,7 +78,7 @@ def test_no_false_alarm_in_4096_and_every_cheat_within_48_rollouts(regime, first
     passed = cheats.play(first, 512 if mixture else 4096, *limits, regime)
     assert passed.rate == 0 and passed.worst_until == float("inf"), passed
     for name, cheat in cheats.CHEATS.items():
-        if (cheat in doubles.MIXTURES) == mixture and name not in HARMLESS | (
+        if (cheat in doubles.MIXTURES) == mixture and name not in cheats.HARMLESS | (
             WITHIN_ROUNDING if regime == "mixed" else set()
         ):
             caught = cheats.play(cheat, 128, *limits, regime)

@@ -61,7 +61,7 @@ def answers(exp, group, text=None):
 
 
 def of(rules, env):
-    return next(group for group in rules.groups(1) if group.env == env)
+    return next(group for group in rules.groups(1).values() if group.env == env)
 
 
 def test_a_group_is_checked_by_the_rules_of_its_environment(exp, rules):
@@ -93,7 +93,7 @@ def test_a_rollout_of_another_environment_than_prescribed_is_refused(exp, rules,
     claimed = [dataclasses.replace(one, task=honest[0].task) for one in other]
     assert checks.prompt(honest[0], checks.own_rules(honest[0], rules)).accepted
     assert checks.prompt(claimed[0], checks.own_rules(claimed[0], rules)).reason == "prompt"
-    validator = verifier.Validator(exp.model, lambda *version: {}, dataclasses.replace(rules, hidden_dim=0))
+    validator = verifier.Verifier(exp.model, lambda *version: {}, dataclasses.replace(rules, hidden_dim=0))
     for found, expected in zip(validator.check_without_weights(rollout_lib.sign_all(lied, KEY)), lied, strict=True):
         assert found.reason == "task", expected.task
 
@@ -109,10 +109,10 @@ def test_rewards_are_those_of_the_group_s_own_environment(exp, rules):
         assert any(one.reward > 0 for one in half) == worth or env == "letters"
         raised = [dataclasses.replace(one, reward=1.0, rewards=dict(one.rewards) | {"reward": 1.0}) for one in half]
         assert {verdict.reason for verdict in checks.rewards(raised, own)} == {"reward"}
-    prompts = [tuple(rules.of_group(group).prompt(group)) for group in rules.groups(1)]
+    prompts = [tuple(rules.of_group(group).prompt(group)) for group in rules.groups(1).values()]
     expected = [
         tuple(answers(exp, group)[0].tokens[: len(prompt)])
-        for group, prompt in zip(rules.groups(1), prompts, strict=True)
+        for group, prompt in zip(rules.groups(1).values(), prompts, strict=True)
     ]
     assert prompts == expected
 

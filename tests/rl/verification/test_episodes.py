@@ -97,7 +97,7 @@ def world():
     params = tiny.params(exp.model, 3)
     with stack:
         rules = verifier.rules_of(exp.config, exp.tokenizer, stack=stack)
-        validator = verifier.Validator(exp.model, lambda version, epoch: params, rules)
+        validator = verifier.Verifier(exp.model, lambda version, epoch: params, rules)
         generator = Generator(exp, params)
         groups = task_schedule.train_groups(exp.config, 1)
         honest = played(exp, generator, groups)

@@ -110,7 +110,7 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     scheduled = lease.Lease(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
     rules = bare_rules.make(
         test_verifier.MODEL, test_verifier.CAPACITY, test_verifier.STRICT, filters=FILTERS, kept=20,
-        groups=lambda step: [scheduled],
+        groups=lambda step: {scheduled.group: scheduled},
     )  # fmt: skip
     for change, words in (
         (lambda r: r, ""),

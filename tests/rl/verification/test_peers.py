@@ -124,7 +124,7 @@ def test_late_groups_are_compared_as_long_as_batches_take_them():
     num_steps = task_schedule.num_open_steps(config)
     assert num_steps == 10 * 2 + 1
     for wait, is_compared in ((num_steps - 1, True), (num_steps, False)):
-        log = evidence_log.EvidenceLog(None, count_once=True, open_steps=num_steps)
+        log = evidence_log.EvidenceLog(None, open_steps=num_steps)
         log.add_claims(group(1, 0, "a", [-1.0]))
         log.add_verified(group(1, 0, "a", [-1.0]))
         log.add_claims(group(1 + wait, 1, "a", [-1.0]))

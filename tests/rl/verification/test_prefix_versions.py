@@ -21,7 +21,7 @@ from rl import generate, worker
 from rl.envs.host import group as group_lib
 from rl.experiment import experiment
 from rl.protocol import task_schedule
-from rl.verification import checks, responsibility, verifier
+from rl.verification import checks, evidence_log, verifier
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
@@ -94,7 +94,7 @@ def world(tmp_path_factory):
         server.scheduler.prefixes.find = lambda *prompt: found.append(find(*prompt)) or found[-1]
         parquet.write(folder / "group.parquet", asyncio.run(played(url, lambda: server.update(NEW))))
         rules = verifier.rules_of(exp.config, exp.tokenizer, stack=stack, run=RUN)
-        validator = verifier.Validator(exp.model, verifier.published(root, key=PUBLISHER.worker), rules)
+        validator = verifier.Verifier(exp.model, verifier.published(root, key=PUBLISHER.worker), rules)
         versions = {tuple(version for _, version in one.runs) for one in found if one}
         yield validator, parquet.read(folder / "group.parquet"), versions
 
@@ -170,14 +170,18 @@ def test_a_false_claim_about_reused_keys_is_refused(world, name):
     assert verdict(validator, signed).reason == "attestation"
     lied = claiming(group, BORDERS[name], SERVER)
     assert verdict(validator, lied).reason == found.reason
-    servers = [responsibility.server_at_fault(of, found, validator.rules, [SERVER.worker]) for of in (signed, lied)]
+    servers = [evidence_log.server_at_fault(of, found, validator.rules, [SERVER.worker]) for of in (signed, lied)]
     assert servers == ["", SERVER.worker]
 
 
 def test_the_oldest_version_of_a_key_is_in_the_window(world):
     validator, group, _ = world
-    narrow = lambda step: [dataclasses.replace(one, min_version=OLD) for one in validator.rules.groups(step)]  # noqa: E731
-    strict = verifier.Validator(validator.model, None, dataclasses.replace(validator.rules, groups=narrow))
+    groups = validator.rules.groups
+
+    def narrow(step):
+        return {number: dataclasses.replace(one, min_version=OLD) for number, one in groups(step).items()}
+
+    strict = verifier.Verifier(validator.model, None, dataclasses.replace(validator.rules, groups=narrow))
     assert strict.check_group_without_weights(group)[0].accepted
     older = claiming(group, BORDERS["an older version"])
     assert str(verdict(strict, older)).startswith(f"versions: {OLD - 1} is older than {OLD}")

@@ -32,7 +32,7 @@ def honest(updated=False):
 
 
 def validator(tolerance=STRICT, model=claims.MODEL, weights=weights):
-    return verifier.Validator(model, weights, bare_rules.make(model, CAPACITY, tolerance))
+    return verifier.Verifier(model, weights, bare_rules.make(model, CAPACITY, tolerance))
 
 
 def check(rollouts):

@@ -140,7 +140,7 @@ def test_a_claim_that_the_model_cannot_have_is_refused(value, words):
         assert verdict.accepted
         verdict = checks.experts_named(rollout, rules)
         assert checks.experts_named(rollout, dataclasses.replace(rules, router_replay=False)).accepted
-        held_out = dataclasses.replace(rules.groups(1)[0], split="held_out")
+        held_out = dataclasses.replace(rules.groups(1)[rollout.task.group], split="held_out")
         assert checks.experts_named(rollout, rules.at_lease(held_out, 0)).accepted
     assert verdict.reason == "routing" and words in str(verdict)
     assert claims.CLAIMS.refusal(rollouts_lib.make(routed_experts=claims.good_claim())) is None

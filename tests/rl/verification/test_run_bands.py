@@ -33,7 +33,7 @@ def make(tmp_path, monkeypatch):
         exp, rules = doubles.experiment(), doubles.prescribed(2)
         return (
             bands,
-            verifier.Validator(exp.model, lambda v, e: doubles.weights(v), rules, evidence, bands),
+            verifier.Verifier(exp.model, lambda v, e: doubles.weights(v), rules, evidence, bands),
             lines,
             flagged,
         )
@@ -61,8 +61,9 @@ def test_a_run_measures_its_own_first_groups_and_a_resume_judges_by_the_same(mak
     assert all(verdict.accepted for verdict in validator.check_with_weights(honest()))
     assert not bands.is_measuring and "limits in" in lines[-1] and not flagged
     assert validator.rules.bands == bands.bands and validator.rules.tolerance.logprob < 1e-3
-    assert validator.check_with_weights(of_stranger(honest()))[0].accepted
-    assert validator.evidence.tests[STRANGER.worker].num_rollouts == 16  # tested from now on
+    other = rollout_lib.WorkerKey.generate()
+    assert validator.check_with_weights([rollout_lib.sign(one, other) for one in honest()])[0].accepted
+    assert validator.evidence.tests[other.worker].num_rollouts == 16  # tested from now on
     again, other, said, _ = make()
     assert not again.is_measuring and (again.tolerance, again.bands) == (bands.tolerance, bands.bands)
     assert (
@@ -198,7 +199,7 @@ def group(key, number, errors):
 def test_fresh_keys_do_not_escape_statistics():
     """Two groups per key are too few for its own test. All newcomers share one more, which convicts no key and lets none of them train."""
     told = []
-    log = evidence_log.EvidenceLog(BANDS, count_once=True, invited=["invited"], on_flagged=lambda *of: told.append(of))
+    log = evidence_log.EvidenceLog(BANDS, invited=["invited"], on_flagged=lambda *of: told.append(of))
 
     def hand_in(key, number, errors):
         log.add_replays(group(key, number, errors))
@@ -209,7 +210,7 @@ def test_fresh_keys_do_not_escape_statistics():
     assert first <= 16 and set(found[:first]) == {"ok"} and set(found[first:]) == {"newcomer"}, found
     assert [key for key, _ in told] == [evidence_log.NEWCOMERS] and "train nothing" in told[0][1]
     # An honest newcomer is through after 64 rollouts, invited workers are not newcomers, and a restart forgets nothing.
-    again = evidence_log.EvidenceLog(BANDS, count_once=True, invited=["invited"])
+    again = evidence_log.EvidenceLog(BANDS, invited=["invited"])
     again.restore(**json.loads(json.dumps(log.state(0))))
     for one in (log, again):
         log = one

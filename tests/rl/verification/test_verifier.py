@@ -100,7 +100,7 @@ def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG,
 def check(rollouts, filters=kept_sets.OFF, tolerance=STRICT, weights=weights):
     """Returns why the replay rejects a group, or None."""
     rules = bare_rules.make(MODEL, CAPACITY, tolerance, filters=filters)
-    (verdict,) = verifier.Validator(MODEL, weights, rules).check_groups_with_weights([rollouts])
+    (verdict,) = verifier.Verifier(MODEL, weights, rules).check_groups_with_weights([rollouts])
     return None if verdict.accepted else str(verdict)
 
 
@@ -341,6 +341,31 @@ for value, at in itertools.product((272, 2**31 - 1), (AT + 3, -1)):
 def test_each_cheat_is_refused_by_name(name):
     cheat, reason = CHEATS[name]
     assert re.match(reason, found := check(cheat())), found
+
+
+def test_weights_that_are_missing_fail_the_rollouts_that_name_them_alone():
+    judge = verifier.Verifier(MODEL, weights, bare_rules.make(MODEL, CAPACITY, STRICT))
+    group = edited("versions", slice(30, None), 10)
+    assert [one.reason for one in judge.check_with_weights(group)] == ["ok", "ok", "weights", "ok"]
+    assert [one.reason for one in judge.check_with_weights(group[2:3])] == ["weights"]
+
+
+def test_each_rollout_is_replayed_by_the_weights_of_its_epoch():
+    """A resumed run may publish a version again."""
+    asked = []
+
+    def of_epoch(version, epoch):
+        asked.append((version, epoch))
+        return params(version + epoch)
+
+    mixed = [a if i % 2 else b for i, (a, b) in enumerate(zip(honest(), rollouts_of(HONEST, version=1), strict=True))]
+    mixed = [
+        dataclasses.replace(one, epoch=1 - i % 2, versions=np.zeros_like(one.versions)) for i, one in enumerate(mixed)
+    ]
+    found = verifier.Verifier(MODEL, of_epoch, bare_rules.make(MODEL, CAPACITY, STRICT)).replay(mixed)
+    assert sorted(asked) == [(0, 0), (0, 1)]
+    for rollout, one in zip(mixed, found, strict=True):
+        assert one.rollout is rollout and one.margin_N.max() <= 1e-5
 
 
 def test_filters_that_are_prescribed_are_applied():

@@ -268,7 +268,7 @@ def test_episodes_of_an_engine_are_accepted_and_each_change_is_refused(name, tmp
     generator.scheduler.close()
     with contextlib.ExitStack() as stack:
         rules = verifier.rules_of(exp.config, exp.tokenizer, stack=stack)
-        validator = verifier.Validator(exp.model, lambda version, epoch: params, rules)
+        validator = verifier.Verifier(exp.model, lambda version, epoch: params, rules)
         assert (found := test_episodes.verdict(validator, honest)).accepted, found
         long = [one for one in honest if not one.branch and one.spans[0][1] - one.spans[0][0] > 2]
         sample = max(long, key=lambda one: (len(one.spans), one.num_branches)).sample
