@@ -48,8 +48,6 @@ from sharding.system import atomic_file, role_metrics, sockets
 STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S, EVALUATION_NOTICE_S = 30.0, 10.0
 MAX_FAREWELL_S = 20.0
-EPISODE = ("max_calls", "max_episode_tokens", "thinking")
-SENT = ("name", "options", "digest", "max_tokens", *EPISODE)  # of each environment, if a run has several
 LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
 
 
@@ -326,24 +324,12 @@ class Orchestrator:
         config = self._config
         with self._changed:
             version, policy = self._shared.version, self._shared.policy
-        servers, entries = self.nodes.servers(), env_mix.entries(config)
-        names, digest = self.environment
-        own = {key: {name: getattr(one, name) for name in SENT} for key, one in entries.items() if key}
-        sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
-        return {
-            "env": {"name": names, "digest": digest, "seed": config.seed}
-            | {"options": {} if own else config.env.options.to_dict()}
-            | {name: config.env[name] for name in EPISODE},
-            **({"envs": own} if own else {}),
-            "max_model_len": config.inference.max_model_len,
+        servers = self.nodes.servers()
+        return env_mix.described(config) | {
             # Nodes elsewhere find a folder by the path in the config.
             "tokenizer": (hub.pinned if config.topology.mode == "remote" else tokenizer_lib.located)(config.tokenizer),
-            "tokenizer_date": config.tokenizer_date,
-            "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
-            "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
-            "router_replay": config.train.router_replay,
             **({"vine": config.vine.to_dict()} if config.rl.credit == "vine" else {}),
             "admission": dataclasses.asdict(self._admission.policy),
             "step": version,

@@ -87,6 +87,8 @@ class Entry:
             raise ValueError(f"envs.{self.key}: {text}") from error
 
 
+EPISODE = ("max_calls", "max_episode_tokens", "thinking")
+SENT = ("name", "options", "digest", "max_tokens", *EPISODE)  # to workers, if a run has several environments
 OWN = ("name", "options", "num_tasks", "digest", "ratio", "weight")  # of an entry, without a default in the run
 ALL = (*OWN, *FIELDS)
 
@@ -103,6 +105,24 @@ def entries(config) -> dict[str, Entry]:
     if len(config.envs) > MAX_ENTRIES:
         raise ValueError(f"envs has {len(config.envs)} environments, more than {MAX_ENTRIES}; leave some out")
     return {key: _entry(key, config.envs[key], defaults) for key in sorted(config.envs)}
+
+
+def described(config) -> dict[str, Any]:
+    """Returns the environments of a run and the rules for their completions, as a worker reads them (`worker.read_runs`)."""
+    found = entries(config)
+    own = {key: {name: getattr(entry, name) for name in SENT} for key, entry in found.items() if key}
+    names = ", ".join(entry.label for entry in found.values())
+    env = {"name": names, "digest": config.env.digest, "seed": config.seed} | {n: config.env[n] for n in EPISODE}
+    sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
+    return {
+        "env": env | {"options": {} if own else config.env.options.to_dict()},
+        **({"envs": own} if own else {}),
+        "max_model_len": config.inference.max_model_len,
+        "tokenizer_date": config.tokenizer_date,
+        "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
+        "sampling": sampling | {"max_tokens": max_tokens(config)},
+        "router_replay": config.train.router_replay,
+    }
 
 
 def alone(config, key: str):

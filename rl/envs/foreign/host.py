@@ -16,7 +16,7 @@ import signal
 from typing import Any
 
 from models.text import tokenizer as tokenizer_lib
-from rl.envs.foreign import isolation, remedies
+from rl.envs.foreign import isolation
 from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
@@ -82,11 +82,11 @@ class ForeignHost:
         package, options, seed = foreign.package, foreign.options, foreign.seed
         self._make = functools.partial(process_lib.ForeignProcess, package, options, seed, limit_s=limit_s)
         self._is_isolated = isolation.is_possible(package, sandbox, on_error)
-        self._name, self._limit_s, self._idle_s, self._on_error = package.name, limit_s, idle_s, on_error
+        self._name, self._limit_s, self._idle_s = package.name, limit_s, idle_s
         self._endpoint = endpoint_lib.Endpoint(tokenizer)
         self._process: process_lib.ForeignProcess | None = None
         self._places, self._lock = asyncio.Semaphore(max_episodes), asyncio.Lock()
-        self._reported: set[str] = set()
+        self._errors = scorer_lib.FirstErrors(on_error)
 
     async def play(self, session: session_lib.Session, index: int, split: str) -> host_lib.Played:
         """Plays the episode of a task and returns its result: the scores are "reward", and the framework's metrics.
@@ -137,9 +137,11 @@ class ForeignHost:
             else:
                 found = _played(run.result(), self._limit_s)
             if "error" in found.scores:
-                if remedy := remedies.of_episode(found.error):
+                if remedy := process_lib.remedy_of_episode(found.error):
                     found = dataclasses.replace(found, error=f"{found.error}; {remedy}")
-                self._report(f"{split} task {index}", found.error)
+                self._errors.report(
+                    f"environment {self._name} failed in an episode of {split} task {index}", found.error
+                )
             return found
 
     async def _wait(self, run: asyncio.Future, visit: endpoint_lib.Visit) -> bool:
@@ -151,14 +153,6 @@ class ForeignHost:
                 return True
             before = visit.num_requests
         return False
-
-    def _report(self, task: str, error: str) -> None:
-        kind = error.partition(":")[0][:80]
-        if kind not in self._reported and len(self._reported) < scorer_lib.MAX_KINDS:
-            self._reported.add(kind)
-            self._on_error(
-                f"environment {self._name} failed in an episode of {task}: {error} (metric rollout/score_error_frac)"
-            )
 
 
 def _played(reply: dict, limit_s: int) -> host_lib.Played:

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.catalog import catalog
 from rl.envs.foreign import host as foreign_host
@@ -140,15 +139,12 @@ class _Session(session_lib.Session):
 async def _episode(
     host, tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, policy, limits: session_lib.Limits = LIMITS
 ) -> Episode:
-    async def backend(call: session_lib.Call) -> sample_lib.Sample:
+    def reply(call: session_lib.Call) -> str:
         message = policy((), session.tools, random.Random(f"{call.key}"))
         called = [one["function"] for one in message.get("tool_calls", ())]
-        text = message["content"] + "".join(_CALL % (json.dumps(one["name"]), one["arguments"]) for one in called)
-        tokens = [*tokenizer.encode(text), tokenizer.eos_id][: call.max_tokens]
-        ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
-        return sample_lib.Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
+        return message["content"] + "".join(_CALL % (json.dumps(one["name"]), one["arguments"]) for one in called)
 
-    session = _Session(tokenizer, backend, limits, seed=0, sample=0)
+    session = _Session(tokenizer, session_lib.scripted(tokenizer, reply), limits, seed=0, sample=0)
     result = await host.play(session, task.index, task.split)
     streams = [stream.tokens.tolist() for stream in session.streams]
     prompt = streams[0][: session.streams[0].turns[0].start] if session.num_calls else []

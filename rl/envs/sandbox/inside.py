@@ -315,7 +315,6 @@ class _Watch:
             "stdout": outputs[0][0],
             "stderr": outputs[1][0],
             "exit": status,
-            "timed_out": self._stopped == "time",
             "truncated": outputs[0][1] or outputs[1][1],
             "stopped": self._stopped,
             "cpu_s": cpu_s,

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 
 from rl.envs.interface import environment, episode
-from rl.envs.native.programs import blocks
+from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -100,13 +100,15 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
             )
             info = {"corpus": corpus, "most": most, "best": best}
             messages = (*system, {"role": "user", "content": text})
-            return environment.Task("speedrun", index, split, messages, blocks.of(record), blocks.of(PLAIN), info)
+            return environment.Task(
+                "speedrun", index, split, messages, grading.block(record), grading.block(PLAIN), info
+            )
 
         return environment.first_in_split("speedrun", seed, split, index, draw)
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         try:
-            code = blocks.last((await model.chat(task.messages)).text)
+            code = grading.last_block((await model.chat(task.messages)).text)
         except episode.BudgetSpent:
             code = None
         most, best = task.info["most"], task.info["best"]
