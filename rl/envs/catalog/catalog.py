@@ -280,11 +280,11 @@ def _paths(options: dict) -> dict[str, str]:
 
 
 def _files_of(module: types.ModuleType) -> set[pathlib.Path]:
-    """Returns the files of a module and of those in OURS that it imports."""
+    """Returns the files of a module and of those in OURS that it imports, and their DATA_FILES."""
     found, todo = set(), [module]
     while todo:
         one = todo.pop()
         if (file := pathlib.Path(str(one.__file__))) not in found:
-            found.add(file)
+            found |= {file, *getattr(one, "DATA_FILES", ())}
             todo += [x for x in vars(one).values() if inspect.ismodule(x) and x.__name__.startswith(OURS)]
     return found

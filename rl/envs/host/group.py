@@ -27,11 +27,7 @@ class Player:
     thinking: str = "keep"
 
     async def play(
-        self,
-        generate: Generate,
-        group: dict,
-        task: rollout_lib.TaskRef,
-        env_digest: str,
+        self, generate: Generate, group: dict, task: rollout_lib.TaskRef, env_digest: str
     ) -> list[rollout_lib.Rollout]:
         """Plays all episodes of a group, and returns their unsigned rollouts.
 

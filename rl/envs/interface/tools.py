@@ -127,11 +127,11 @@ def check_protocol(protocol: str, turns: int) -> None:
         )
 
 
-def system(protocol: str, prompt: str | None, *, tools: str, text: str) -> tuple[dict, ...]:
-    """Returns the system message `prompt`, or none if it is empty; by default (None) the one for the protocol: `tools` or `text`."""
-    if prompt is None:
-        prompt = tools if protocol == "tools" else text
-    return ({"role": "system", "content": prompt},) * bool(prompt)
+def instruction(protocol: str, given: str | None, *, tools: str, text: str) -> str:
+    """Returns the system prompt that is given, which may be empty; by default (None) the one for the protocol: `tools` or `text`."""
+    if given is not None:
+        return given
+    return tools if protocol == "tools" else text
 
 
 def step(protocol: str, number: int, text: str, name: str, arguments: Mapping, result: str) -> list[dict]:

@@ -140,7 +140,7 @@ class _Server:
     def probe(self) -> list[str]:
         """Returns the limits that do not hold, each with the reason: a child tries to exceed them."""
         limits = self._config["probe"]
-        request = {"code": self._program.PROBE, "stdin": "", "argv": [], "limits": limits}
+        request = {"code": self._program.PROBE, "stdin": "", "limits": limits}
         found = self._run(request)
         if found["stdout"] == "held\n":
             return []

@@ -40,11 +40,10 @@ def build(
         raise ValueError(f"reward={reward!r}, tests={tests}; choose one of {', '.join(REWARDS)}, and at least 1 test")
     limits = limits_lib.Limits(cpu_s=test_s, output_bytes=OUTPUT_BYTES)
     pool = pool_lib.shared(limits)
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
     rows = _read(pathlib.Path(path)) if path else {}
 
     def task_of(made: code_tasks.Made, index: int, split: str) -> environment.Task:
-        messages = (*system, {"role": "user", "content": made.prompt})
+        messages = environment.asked(made.prompt, system_prompt)
         answer, decoy = (grading.block(text) if text else "" for text in (made.solution, made.decoy))
         return environment.Task("code", index, split, messages, answer, decoy, {"tests": made.tests[:tests]})
 

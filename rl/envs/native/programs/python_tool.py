@@ -53,13 +53,13 @@ def build(
     if kind not in ("all", *KINDS):
         raise ValueError(f"env.options.kind = {kind!r}; choose all, or one of {', '.join(KINDS)}")
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    system = tools.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     rows = _read(pathlib.Path(path)) if path else {}
     offered = [tools.of(python)] if protocol == "tools" else []
 
     def make_task(index: int, split: str) -> environment.Task:
         def task(question: str, answer: str, code: str) -> environment.Task:
-            messages = (*system, {"role": "user", "content": question})
+            messages = environment.asked(question, instruction)
             return environment.Task("python_tool", index, split, messages, f"Answer: {answer}", info={"code": code})
 
         if rows:

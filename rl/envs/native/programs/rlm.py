@@ -77,8 +77,7 @@ def build(
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
             query, context, content, code, decoy = _drawn(kind, lines, words, random.Random(number))
-            system = ({"role": "system", "content": system_prompt.replace("{chars}", str(len(context)))},)
-            messages = (*system * bool(system_prompt), {"role": "user", "content": query})
+            messages = environment.asked(query, system_prompt.replace("{chars}", str(len(context))))
             info = {"context": context, "content": content}
             return environment.Task("rlm", index, split, messages, grading.block(code), grading.block(decoy), info)
 

@@ -82,7 +82,6 @@ class Corpus:
 def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0) -> environment.Environment:
     """Builds the environment. Raises ValueError on a machine where no sandbox works."""
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=256))
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
     record = RECORD.format(momentum=MOMENTUM, rate=RATE)
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -99,7 +98,7 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
                 target=corpus.target,
             )
             info = {"corpus": corpus, "most": most, "best": best}
-            messages = (*system, {"role": "user", "content": text})
+            messages = environment.asked(text, system_prompt)
             return environment.Task(
                 "speedrun", index, split, messages, grading.block(record), grading.block(PLAIN), info
             )

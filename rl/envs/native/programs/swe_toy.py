@@ -87,7 +87,7 @@ def build(
     """
     tools.check_protocol(protocol, turns)
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    system = tools.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
@@ -96,7 +96,7 @@ def build(
             question = f"The files are:\n{listed}\n\n{made.files['test_shop.py']}"
             answer = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
             decoy = f"edit {made.path}\n{made.wrong}\n=>\n    pass"
-            messages = (*system, {"role": "user", "content": question})
+            messages = environment.asked(question, instruction)
             return environment.Task("swe_toy", index, split, messages, answer, decoy, {"made": made})
 
         return environment.first_in_split("swe_toy", seed, split, index, draw)

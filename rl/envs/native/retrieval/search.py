@@ -62,7 +62,7 @@ def build(
         raise ValueError(f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1")
     source = corpus.read(path) if path else corpus.generated(facts, distractors, seed)
     commands = _commands(source.documents, results)
-    system = tools.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     mark = "Answer: " if protocol == "tools" else "answer "
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -72,7 +72,7 @@ def build(
             range(len(questions)), len(questions)
         )
         question = questions[order[number]]
-        messages = (*system, {"role": "user", "content": question.text})
+        messages = environment.asked(question.text, instruction)
         info = {"answer": question.answer, "path": question.path}
         return environment.Task("search", index, split, messages, mark + question.answer, info=info)
 
