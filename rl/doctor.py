@@ -242,7 +242,7 @@ def _node(url: str) -> Iterator[Result]:
     if url.startswith("unix:"):
         return
     try:
-        reply = asyncio.run(_health(url))
+        reply = asyncio.run(bounded_reply.get(f"{url}/health", MAX_BYTES, TIMEOUT_S))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         yield Result(url, FAILED, f"does not answer: {error}", "start it, or open its port in the firewall")
         return
@@ -251,12 +251,6 @@ def _node(url: str) -> Iterator[Result]:
         skew_s = email.utils.parsedate_to_datetime(reply.headers.get("date", "")).timestamp() - time.time()
         remedy = "start a time service on both"
         yield _result(f"clock of {url}", abs(skew_s) <= MAX_SKEW_S, f"{skew_s:+.0f} s", remedy)
-
-
-async def _health(url: str) -> httpx.Response:
-    """Returns the reply of a process to GET /health. It is whole within TIMEOUT_S: a limit per read holds for ever if each byte comes alone."""
-    async with httpx.AsyncClient() as http:
-        return await bounded_reply.fetch(http, "GET", f"{url}/health", MAX_BYTES, TIMEOUT_S)
 
 
 def _result(name: str, is_good: bool, found: str, remedy: str, otherwise: str = FAILED) -> Result:

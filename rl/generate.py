@@ -43,7 +43,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl import envs, worker
 from rl.envs.host import group as group_lib
-from rl.envs.native.genesys import schema
+from rl.envs.native.genesys import genesys
 from rl.envs.scoring import scorer as scorer_lib
 from rl.evaluation import samples as samples_lib
 from rl.evaluation import sampling as sampling_lib
@@ -52,7 +52,7 @@ from rl.experiment import workdir as run_directory
 from rl.plan import sizes
 from rl.protocol import env_mix, lease, task_schedule
 from rl.reporting import metrics
-from sharding.system import atomic_file, sockets
+from sharding.system import atomic_file, bounded_reply, sockets
 
 HEALTH_S = 30.0
 MAX_STEPS = 2**20
@@ -101,8 +101,7 @@ async def generate(
     (output / "rollouts").mkdir(exist_ok=True)
     for leftover in (output / "rollouts").glob(atomic_file.LEFTOVERS):
         leftover.unlink()
-    runs = worker.read_runs(_description(exp, servers), "auto", None)
-    free = asyncio.Semaphore(concurrency)
+    runs = worker.read_runs(described(exp, servers), "auto", None)
     try:
         async with client_lib.Client(servers, give_up_s=give_up_s) as client:
             with progress.phase("groups", total=len(groups)) as bar:
@@ -112,9 +111,8 @@ async def generate(
                     nonlocal done
                     run = runs[group.env]
                     timed = _Timed(run.scorer) if run.scorer else None
-                    async with free:
-                        own = dataclasses.replace(run, scorer=timed)
-                        rollouts = await group_lib.roll_out(client, own, key, group)
+                    own = dataclasses.replace(run, scorer=timed)
+                    rollouts = await group_lib.roll_out(client, own, key, group)
                     if timed and timed.late:
                         late = json.dumps(timed.late).encode()
                         atomic_file.write(_late_file(output, group.group), late, durable=True)
@@ -124,17 +122,18 @@ async def generate(
                     done += 1
                     bar.update(done, {"reward": sum(one.reward for one in rollouts) / len(rollouts)})
 
-                async with asyncio.TaskGroup() as tasks:
-                    for group in missing:
-                        tasks.create_task(complete(group))
-    except* (ValueError, OSError, client_lib.Unavailable, client_lib.VersionGone) as errors:
-        error = sampling_lib.first_error(errors)
-        known = isinstance(error, ValueError | OSError)
-        raise (error if known else ConnectionError(f"{error}; repeat the command: it continues")) from None
+                await sampling_lib.for_each(missing, complete, concurrency)
+    except (client_lib.Unavailable, client_lib.VersionGone) as error:
+        raise ConnectionError(f"{error}; repeat the command: it continues") from None
     finally:
         for run in runs.values():
             await run.close()
     return groups
+
+
+def described(exp: experiment.Experiment, servers: Sequence[str]) -> dict:
+    """Returns the description of this run for `worker.read_runs`, as an orchestrator sends it."""
+    return env_mix.described(exp.config) | {"tokenizer": hub.pinned(exp.config.tokenizer), "servers": [*servers]}
 
 
 def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence[lease.Lease]) -> list[dict]:
@@ -147,7 +146,7 @@ def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence
         late = set(atomic_file.read_json(_late_file(output, group.group), list))
         source = samples_lib.source(entry.name, entry.options, exp.config.seed, entry.digest)
         name = samples_lib.task_name(source, group.split, group.index)
-        if isinstance(given, schema.Task):
+        if isinstance(given, genesys.Task):
             problem = given.model_dump()
         else:
             kind = {"problem_id": name, "source": entry.label, "task_type": entry.name}
@@ -165,7 +164,7 @@ def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence
             score = None if one.sample in late else one.reward
             more = {"score": score, "rewards": dict(one.rewards), "finish_reason": one.finish_reason}
             more["messages"] = [*task.messages, answer] if has_one_call else None
-            rows.append(schema.Response.model_validate(problem | own).model_dump() | more)
+            rows.append(genesys.Response.model_validate(problem | own).model_dump() | more)
     return rows
 
 
@@ -210,48 +209,22 @@ def _late_file(output: pathlib.Path, group: int) -> pathlib.Path:
 async def _policy(servers: Sequence[str], give_up_s: float) -> tuple[int, int]:
     """Returns (version, epoch) of the policy that the servers have. Raises ValueError if they differ, ConnectionError without an answer."""
     found = {}
-    async with httpx.AsyncClient(timeout=HEALTH_S) as http:
-        for url in servers:
-            end_s = asyncio.get_running_loop().time() + give_up_s
-            while True:
-                try:
-                    health = (await http.get(f"{url.rstrip('/')}/health")).json()
-                    found[url] = int(health["policy_version"]), int(health["policy_epoch"])
-                    break
-                except (httpx.RequestError, ValueError, KeyError, TypeError) as error:
-                    if asyncio.get_running_loop().time() > end_s:
-                        text = f"{url} sends no health ({type(error).__name__})"
-                        raise ConnectionError(
-                            f"{text}; start python -m inference.serve, and repeat the command"
-                        ) from error
-                    await asyncio.sleep(1.0)
+    for url in servers:
+        end_s = asyncio.get_running_loop().time() + give_up_s
+        while True:
+            try:
+                reply = await bounded_reply.get(f"{url.rstrip('/')}/health", client_lib.MAX_HEALTH_BYTES, HEALTH_S)
+                health = reply.json()
+                found[url] = int(health["policy_version"]), int(health["policy_epoch"])
+                break
+            except (httpx.RequestError, ValueError, KeyError, TypeError) as error:
+                if asyncio.get_running_loop().time() > end_s:
+                    text = f"{url} sends no health ({type(error).__name__})"
+                    raise ConnectionError(f"{text}; start python -m inference.serve, and repeat the command") from error
+                await asyncio.sleep(1.0)
     if len(set(found.values())) > 1:
         raise ValueError(f"the servers have different policies: {found}; serve one")
     return next(iter(found.values()))
-
-
-def _description(exp: experiment.Experiment, servers: Sequence[str]) -> dict:
-    """Returns the description of this run for `worker.read_runs`, as an orchestrator sends it."""
-    config, located = exp.config, envs.located(exp.config)
-    names = ("digest", "max_calls", "max_episode_tokens", "thinking", "max_tokens")
-
-    def one(entry: env_mix.Entry) -> dict:
-        return {"name": entry.name, "options": entry.options} | {name: getattr(entry, name) for name in names}
-
-    several = {key: one(entry) for key, entry in located.items() if key}
-    alone = {} if several else one(located[""])
-    sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
-    return {
-        "env": {"name": "", "digest": config.env.digest, "options": {}} | alone | {"seed": config.seed},
-        "envs": several,
-        "max_model_len": config.inference.max_model_len,
-        "tokenizer": hub.pinned(config.tokenizer),
-        "tokenizer_date": config.tokenizer_date,
-        "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
-        "servers": [*servers],
-        "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
-        "router_replay": config.train.router_replay,
-    }
 
 
 def main() -> None:

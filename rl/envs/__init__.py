@@ -12,6 +12,7 @@ from rl.envs.catalog.catalog import (
     check_digest,
     digest,
     folders,
+    is_wrapped,
     load,
     load_all,
     locate,
@@ -19,7 +20,6 @@ from rl.envs.catalog.catalog import (
     texts,
 )
 from rl.envs.interface import environment
-from rl.envs.wrappers.wrapping import is_wrapped
 
 __all__ = [
     "CODE_HELP",

@@ -10,7 +10,7 @@ import pathlib
 import sys
 
 from rl import envs
-from rl.evaluation import annotation, comparison, samples, sampling
+from rl.evaluation import comparison, samples, sampling
 from rl.evaluation import endpoint as endpoint_lib
 from rl.evaluation import scores as scores_lib
 from sharding.system import atomic_file, cli
@@ -77,9 +77,9 @@ def _annotate(args) -> int:
     if not (args.num_tasks or env.num_tasks):
         raise ValueError(f"environment {args.name} makes tasks without end; set --num_tasks")
     rows = _sample(args, f"{args.out}.samples.jsonl", args.num_tasks or env.num_tasks)
-    found = annotation.of_rows(rows)
+    found = scores_lib.pass_rates(rows)
     atomic_file.write(args.out, samples.encode(found), durable=True)
-    print(annotation.summary(found))
+    print(scores_lib.shown_rates(found))
     return 0
 
 

@@ -17,9 +17,9 @@ import httpx
 from models.text import parsers
 from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
-from sharding.system import bounded_reply, sockets
+from sharding.system import bounded_reply, retries, sockets
 
-REPLY_S = 600.0
+REPLY_S, MAX_REPLY_BYTES = 600.0, 2**26
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SEED = 2**31  # exact for all servers
@@ -97,22 +97,21 @@ class Endpoint:
 
     async def _post(self, body: dict) -> dict:
         loop = asyncio.get_running_loop()
-        pause_s, end_s, problem = FIRST_PAUSE_S, loop.time() + self._give_up_s, ""
+        pauses, end_s = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S), loop.time() + self._give_up_s
         while True:
             try:
-                reply = await asyncio.wait_for(self._http.post(self._url, json=body), REPLY_S)
+                reply = await bounded_reply.fetch(self._http, "POST", self._url, MAX_REPLY_BYTES, REPLY_S, json=body)
                 if reply.status_code == 200:
                     return reply.json()
                 problem = f"status {reply.status_code}: {' '.join(reply.text.split())[:300]}"
                 if reply.status_code not in BUSY:
                     raise ValueError(f"{self._url} refuses a request with {problem}; correct the options")
-            except (httpx.RequestError, TimeoutError, json.JSONDecodeError) as error:
+            except (httpx.RequestError, json.JSONDecodeError) as error:
                 problem = f"{type(error).__name__} {error}"
-            if loop.time() + pause_s > end_s:
+            if loop.time() + (pause_s := pauses.next_s()) > end_s:
                 text = f"{self._url} did not answer for {self._give_up_s:.0f} s ({problem})"
                 raise ConnectionError(f"{text}; start it, and repeat the command: it continues")
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 class Episode:

@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from rl.envs.catalog import catalog
 from rl.envs.host import host as host_lib
@@ -24,6 +25,7 @@ from rl.protocol import noise_seed
 
 MAX_IN_FLIGHT = 256  # tasks; the endpoint bounds the requests
 MAX_CALLS = 64  # of an episode, as config.env.max_calls has it by default
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run(
 async def _run(source, endpoint, num_samples, path, sandbox, on_progress) -> list[dict]:
     log = samples.Log(path)
     rows = {(row["task"], row["sample"]): row for row in log.rows}
-    free, asked = asyncio.Semaphore(MAX_IN_FLIGHT), endpoint.asked | {"max_calls": source.max_calls}
+    asked = endpoint.asked | {"max_calls": source.max_calls}
     with contextlib.closing(log):
         if other := [row for row in log.rows if row.get("request") != asked]:
             found = f"{path} has samples of {other[0].get('request', 'a run')}, and not of {asked}"
@@ -71,31 +73,38 @@ async def _run(source, endpoint, num_samples, path, sandbox, on_progress) -> lis
             missing = [place for place in places if place not in rows]
             indices, num_done = {name: index for index, name in enumerate(names)}, 0
 
-            async def complete(name: str, sample: int) -> None:
+            async def complete(place: tuple[str, int]) -> None:
                 nonlocal num_done
+                name, sample = place
                 seed = noise_seed.sampling_seed(source.seed, source.split, 0, indices[name])
-                async with free:
-                    own = await play(indices[name], (seed + sample) % 2**32)
+                own = await play(indices[name], (seed + sample) % 2**32)
                 row = {"task": name, "env": source.name, "sample": sample, "request": asked} | own
                 await asyncio.to_thread(log.append, [row])
                 rows[name, sample] = row
                 num_done += 1
                 on_progress(num_done, len(missing))
 
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for place in missing:
-                        tasks.create_task(complete(*place))
-            except* (ValueError, OSError) as errors:
-                raise first_error(errors) from None
+            await for_each(missing, complete, MAX_IN_FLIGHT)
     return [row for (name, sample), row in sorted(rows.items()) if sample < num_samples and name in indices]
 
 
-def first_error(errors: BaseException) -> BaseException:
-    """Returns the first error in groups of errors."""
-    while isinstance(errors, BaseExceptionGroup):
-        errors = errors.exceptions[0]
-    return errors
+async def for_each(items: Iterable[Item], work: Callable[[Item], Awaitable[None]], at_once: int) -> None:
+    """Awaits `work` for all items, `at_once` of them at the same time. The first error ends the others and is raised."""
+    free = asyncio.Semaphore(at_once)
+
+    async def one(item: Item) -> None:
+        async with free:
+            await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for item in items:
+                tasks.create_task(one(item))
+    except* Exception as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
 
 
 @contextlib.asynccontextmanager

@@ -82,6 +82,33 @@ def wilson(num_passed: int, num_samples: int) -> tuple[float, float]:
     return max(0.0, center - half), min(1.0, center + half)
 
 
+def pass_rates(rows: Iterable[Mapping]) -> list[dict]:
+    """Returns the pass rates of rows of samples by the content of the prompts, by which an environment may filter its tasks.
+
+    Each has {"key", "task", "num_samples", "num_passed", "rate", "low", "high"}, the last two of Wilson's 95 % interval. Tasks with the same
+    prompt share theirs. They are sorted by key, so that a command that was killed and continued returns the same.
+    """
+    rewards: dict[str, dict[tuple[str, int], float]] = collections.defaultdict(dict)
+    for row in rows:
+        rewards[row["key"]][row["task"], row["sample"]] = float(row["reward"])
+    found = []
+    for key in sorted(rewards):
+        num_samples = len(rewards[key])
+        passed = sum(reward >= RIGHT for reward in rewards[key].values())
+        low, high = (round(x, 6) for x in wilson(passed, num_samples))
+        counts = {"num_samples": num_samples, "num_passed": passed}
+        rate = {"rate": passed / num_samples, "low": low, "high": high}
+        found.append({"key": key, "task": min(task for task, _ in rewards[key])} | counts | rate)
+    return found
+
+
+def shown_rates(found: list[dict]) -> str:
+    """Returns a line for people: how many tasks are never, sometimes, and always passed."""
+    rates = [one["rate"] for one in found]
+    counts = f"{rates.count(0.0)} never passed, {rates.count(1.0)} always"
+    return f"{len(found)} tasks, mean pass rate {sum(rates) / len(rates):.3f}: {counts}"
+
+
 def shown(scores: Mapping[str, float], intervals: Mapping[str, Iterable[float]]) -> str:
     """Returns scores as a line for people, avg@k with its interval."""
 

@@ -1,7 +1,8 @@
-"""Runs a Python module in a child process with limits and without rights, and exchanges lines of JSON with it.
+"""Runs a program in a child process, and exchanges lines of JSON with it; or a Python module with limits and without rights.
 
+0. A `JsonProcess` is any program. Its standard input is a socket to its parent, which the child keeps elsewhere (`take_pipe`).
 1. A `LimitedProcess` starts `python -m MODULE CONFIG` at its first exchange and keeps it. The child sees few environment variables
-   (sandbox.py), and one socket to its parent.
+   (sandbox.py).
 2. The child calls `serve`: it loads its files, enters the sandbox, limits its memory, and answers requests. For each of them, it
    may limit its CPU time (`limit_cpu`), which does not blame a request for a busy machine. With an exchange of another form, parent and
    child call `start` and `enter` instead.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sharding.system import cli, sandbox
@@ -36,6 +37,79 @@ OUT_OF_MEMORY = 3  # exit status
 TIMEOUTS = (None, -signal.SIGXCPU)  # statuses of a child that exceeded its time limit; None if the parent ended it
 MAX_REPLY_BYTES = 2**24
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class JsonProcess:
+    """A child process with a socket, `pipe`, as its standard input: both sides write lines of JSON. It ends with this object, and at exit.
+
+    Args:
+      command: with all arguments. OSError if it cannot be started.
+      folder, variables: its current folder, and its environment variables.
+      output: a file for its standard output and error; default: the standard error of this process.
+      pass_fds: further file descriptors for it.
+      is_group: it leads a process group, which is killed with it.
+      grace_s: time in which it may end by itself once the socket is closed.
+      clean: called after its end.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        folder: str | os.PathLike,
+        variables: Mapping[str, str],
+        output: Any = 2,
+        pass_fds: Sequence[int] = (),
+        is_group: bool = False,
+        grace_s: float = 0.0,
+        clean: Callable[[], object] | None = None,
+    ):
+        self.pipe, far_end = socket.socketpair()
+        with far_end:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env=variables,
+                    stdin=far_end,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=pass_fds,
+                    start_new_session=is_group,
+                )
+            except OSError:
+                self.pipe.close()
+                raise
+        self._buffer = bytearray()  # received, and not yet returned
+        self._end = weakref.finalize(self, _end, self.process, self.pipe, is_group, grace_s, clean)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process runs."""
+        return self._end.alive and self.process.poll() is None
+
+    def end(self) -> int | None:
+        """Kills the process, if it runs. Returns its exit status if it has ended by itself. A second call does nothing, and returns None."""
+        return self._end()
+
+    def receive(self, timeout_s: float) -> dict:
+        """Reads one line of JSON within `timeout_s`. Returns {} at the end, and for anything else: foreign code may have taken over the child."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while (end := self._buffer.find(b"\n")) < 0:
+                self.pipe.settimeout(max(deadline_s - time.monotonic(), 0))
+                if not (chunk := self.pipe.recv(2**18)):  # the process ends; its status is needed
+                    self.process.wait(max(deadline_s - time.monotonic(), 0))
+                    return {}
+                self._buffer += chunk
+                if len(self._buffer) > MAX_REPLY_BYTES:
+                    return {}
+            line = self._buffer[:end]
+            del self._buffer[: end + 1]
+            reply = json.loads(line)
+            return reply if isinstance(reply, dict) else {}
+        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
+            return {}
 
 
 class LimitedProcess:
@@ -74,9 +148,9 @@ class LimitedProcess:
         """Sends a request to the child. Returns its reply, or {} if the child ended or took longer than `timeout_s`."""
         self.start()
         with contextlib.suppress(OSError):  # the process has ended, or does not read; it sends no reply then
-            self._pipe.settimeout(timeout_s)
-            self._pipe.sendall(_encode(request))
-        return self._receive(timeout_s)
+            self._child.pipe.settimeout(timeout_s)
+            self._child.pipe.sendall(_encode(request))
+        return self._child.receive(timeout_s)
 
     def start(self) -> socket.socket:
         """Starts the child, if it does not run, and returns the socket to it. Blocks. Raises ValueError if it does not become ready."""
@@ -84,32 +158,28 @@ class LimitedProcess:
             self.end()
         if self.process is None:
             self._start()
-        return self._pipe
+        return self._child.pipe
 
     def end(self) -> None:
         """Kills the child, if it runs, and records its exit status."""
         if self.process is not None:
             self.process = None
-            self.status = self._finalizer()
+            self.status = self._child.end()
 
     def _start(self) -> None:
-        self._pipe, far_end = socket.socketpair()
-        with far_end:
-            is_sandboxed = self._mode != "off" and not self._is_free
-            config = self._config | {"pipe": far_end.fileno(), "sandbox": is_sandboxed}
-            command = [sys.executable, *self._command, json.dumps(config)]
-            # Standard input is empty, and printed text goes to standard error.
-            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno(), *self._pass_fds]}
-            variables = sandbox.environment(os.environ) if self._mode != "off" else os.environ
-            # Foreign code may import JAX, and the accelerator is the learner's.
-            self.process = subprocess.Popen(command, cwd=ROOT, env=variables | {"JAX_PLATFORMS": "cpu"}, **files)
-        self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
-        reply = self._receive(NOTICE_S)
+        config = self._config | {"sandbox": self._mode != "off" and not self._is_free}
+        command = [sys.executable, *self._command, json.dumps(config)]
+        variables = sandbox.environment(os.environ) if self._mode != "off" else os.environ
+        # Foreign code may import JAX, and the accelerator is the learner's.
+        own = {**variables, "JAX_PLATFORMS": "cpu"}
+        self._child = JsonProcess(command, folder=ROOT, variables=own, pass_fds=self._pass_fds)
+        self.process = self._child.process
+        reply = self._child.receive(NOTICE_S)
         if not reply and self.process.poll() is None:
             cli.note(
                 f"{self._title}: no start after {NOTICE_S:.0f} s; it loads code and data, or makes a first try on empty input"
             )
-            reply = self._receive(START_S)
+            reply = self._child.receive(START_S)
         if "ready" not in reply:
             self.end()
             reason = reply.get("error") or _TOO_LONG.get(self.status) or f"its process ended with status {self.status}"
@@ -117,23 +187,6 @@ class LimitedProcess:
         if self._mode == "require" and not self._is_free:
             _require(reply["lacks"], self._title)
         _warn(tuple(reply["lacks"]))
-
-    def _receive(self, timeout_s: float) -> dict:
-        """Reads one line of JSON within `timeout_s`. Returns {} for anything else: foreign code may have taken over the child."""
-        assert self.process is not None
-        line, deadline_s = bytearray(), time.monotonic() + timeout_s
-        try:
-            while not line.endswith(b"\n"):
-                self._pipe.settimeout(max(deadline_s - time.monotonic(), 0))
-                line += (chunk := self._pipe.recv(2**16))
-                if not chunk:  # the process ends; its status is needed
-                    self.process.wait(max(deadline_s - time.monotonic(), 0))
-                if not chunk or len(line) > MAX_REPLY_BYTES:
-                    return {}
-            reply = json.loads(line)
-            return reply if isinstance(reply, dict) else {}
-        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
-            return {}
 
 
 _TOO_LONG = {  # {status of a child that did not start: the reason}
@@ -143,11 +196,21 @@ _TOO_LONG = {  # {status of a child that did not start: the reason}
 }
 
 
-def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
+def _end(
+    process: subprocess.Popen, pipe: socket.socket, is_group: bool, grace_s: float, clean: Callable[[], object] | None
+) -> int | None:
     status = process.poll()
+    pipe.close()
+    if grace_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(grace_s)
+    if is_group:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
-    pipe.close()
+    if clean:
+        clean()
     return status
 
 
@@ -185,7 +248,7 @@ def serve(
     """Runs the child: answers requests until the parent closes the pipe. Returns the exit status.
 
     Args:
-      config: the parent's, with "pipe" (a file descriptor) and "sandbox" (whether to enter it).
+      config: the parent's, with "sandbox" (whether to enter it).
       load: reads and imports the foreign code and its files, with all rights of the user.
       rehearse: runs once with all rights, because imports happen at first use, and once without: it must not need them.
       answer: returns the reply to a request. MemoryError ends the child.
@@ -232,8 +295,7 @@ def enter(
 ) -> Ready | None:
     """Prepares the child as `serve` does, with its arguments, and reports to the parent. Returns None after an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
-    pipe = socket.socket(fileno=config["pipe"])
-    pipe.set_inheritable(False)  # processes that foreign code starts must not keep it open
+    pipe = take_pipe()
     lacks, place = [], ""
     try:
         load()
@@ -248,6 +310,14 @@ def enter(
         return None
     pipe.sendall(_encode({"ready": True, "lacks": lacks}))
     return Ready(pipe, ready_bytes, max_growth_bytes)
+
+
+def take_pipe() -> socket.socket:
+    """Returns the socket to the parent. Standard input is empty from now on, and processes that foreign code starts do not get the socket."""
+    pipe = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
+    return pipe
 
 
 def _in_time(rehearse: Callable[[], object]) -> None:

@@ -9,15 +9,13 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl import envs, generate, worker
-from rl.algorithms import losses
+from rl import generate, worker
 from rl.data import sources
 from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
@@ -168,55 +166,16 @@ def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch
     assert [row["score"] is None for row in rows] == [False, True, False, False]
 
 
-STRATEGIES = (lambda text: text[::-1], str, lambda text: "".join(sorted(text)), lambda text: text[:-1])
-
-
-def fine_tuned(file, env):
-    """Returns the held-out score of a policy that chooses one of `STRATEGIES` per length of text, after SFT on a file of conversations."""
-    rows = [[message["content"] for message in row["messages"]] for row in sources.read(file)["train"]]
-    rows = [(question.removeprefix("Reverse: "), answer) for question, answer in rows]
-    fits = np.float32([[make(text) == answer for make in STRATEGIES] for text, answer in rows])
-    weights = fits / fits.sum(1, keepdims=True)  # a palindrome is copied, too
-    length, theta = np.array([len(text) for text, _ in rows]), np.zeros((6, len(STRATEGIES)), np.float32)
-
-    @jax.jit
-    @jax.grad
-    def gradient(theta):
-        logp = jax.nn.log_softmax(theta)[length]
-        return losses.cross_entropy(logp, logp, weights, np.ones_like(weights), denom=len(rows))[0]
-
-    for _ in range(200):
-        theta -= 2.0 * np.asarray(gradient(theta))
-    p, score = np.asarray(jax.nn.softmax(theta)), 0.0
-    for task in (env.make_task(index, "held_out") for index in range(100)):
-        rewards = [env.score(task, make(task.answer[::-1]))["reward"] for make in STRATEGIES]
-        score += float(p[len(task.answer)] @ rewards) / 100
-    return score
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_accepted_responses_teach_more_than_all(tmp_path, seed):
-    """A teacher that is right one time in four, and a scorer that is wrong one time in ten. The figures are in bench/results/algorithms.md."""
-    rng, rows = np.random.default_rng(seed), []
-    env = envs.load("reverse_text", seed=seed, min_length=3, max_length=5, reward="exact")
-    for index in range(600):
-        task = env.make_task(index, "train")
-        answer = STRATEGIES[rng.integers(len(STRATEGIES))](task.answer[::-1])
-        right = bool(env.score(task, answer)["reward"]) != (rng.random() < 0.1)
-        about = {
-            "response_id": str(index),
-            "problem_id": str(index),
-            "task_type": "reverse_text",
-            "score": float(right),
-        }
-        rows.append(about | {"messages": [*task.messages, {"role": "assistant", "content": answer}]})
-    found = {}
-    for name, min_score in (("all", 0.0), ("accepted", 0.5)):
-        (tmp_path / name).mkdir()
-        count = generate.write(tmp_path / name, rows, min_score)
-        found[name] = fine_tuned(tmp_path / name / "sft.jsonl", env)
-        print(f"seed {seed}, SFT on {count} responses ({name}): held-out score {found[name]:.2f}")
-    assert found["all"] < 0.35 and found["accepted"] > found["all"] + 0.4
+def test_responses_with_the_score_that_is_asked_for_are_data_for_a_fine_tuning(tmp_path):
+    about = {"problem_id": "p", "task_type": "t"}
+    rows = [
+        about | {"response_id": f"{number}", "score": score, "messages": messages}
+        for number, (score, messages) in enumerate([(0.5, [1]), (0.49, [1]), (None, [1]), (1.0, None), (1.0, [2])])
+    ]
+    assert generate.write(tmp_path, rows, 0.5, as_parquet=True) == 2
+    assert [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()] == rows
+    for name in ("sft.jsonl", "sft.parquet"):
+        assert [row["response_id"] for row in sources.read(tmp_path / name)["train"]] == ["0", "4"]
 
 
 def test_mistakes_are_named(tmp_path):

@@ -11,18 +11,19 @@ import inspect
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
+from typing import Any
 
 from rl.data import sources
 from rl.envs.interface import environment
-from rl.envs.native import dataset, gsm8k, logic, math_problems, proof, reasoning, reverse_text, rewards
+from rl.envs.native import dataset, gsm8k, logic, proof, reasoning, reverse_text, rewards
 from rl.envs.native.games import user_sim, wordle
 from rl.envs.native.genesys import genesys
 from rl.envs.native.programs import coding, python_tool, rlm, speedrun, swe_toy
 from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
-from rl.envs.wrappers import wrapping as wrapping_lib
+from rl.envs.wrappers import budget, ladder, solve_rate
 from rl.protocol import env_mix, user_code
 from sharding.system import cli
 from sharding.system import text as text_lib
@@ -55,7 +56,7 @@ ENVS = {
     "search": Shipped(search.build, search.files),
     "folding": Shipped(folding.build),
     "logic": Shipped(logic.build, package="reasoning-gym", is_one_turn=True),
-    "math": Shipped(math_problems.build, sources.files, "math-verify", is_one_turn=True, is_endless=False),
+    "math": Shipped(dataset.build_math, sources.files, "math-verify", is_one_turn=True, is_endless=False),
     "proof": Shipped(proof.build, is_one_turn=True),
     "user_sim": Shipped(user_sim.build),
     "code": Shipped(coding.build),
@@ -66,20 +67,29 @@ ENVS = {
     "genesys": Shipped(genesys.build, sources.files, "math-verify", is_endless=False),
 } | {name: Shipped(build) for name, build in package_lib.BUILDERS.items()}
 
+# {option that every environment takes in addition to those of its builder, unless that has a parameter of this name: module that implements it}
+WRAPPERS: dict[str, types.ModuleType] = {
+    "solve_rate": solve_rate,  # (low, high): trains only on tasks whose measured pass rate is in the window
+    "solve_rates_path": solve_rate,
+    "budget": budget,  # asks for a number of tokens, and rewards it
+    "budget_targets": budget,
+    "budget_alpha": budget,
+    "ladder": ladder,  # dict(OPTION=(v0, v1, ...)): builds the environment once per level of difficulty
+}
+
 
 def load(name: str, /, **options) -> environment.Environment:
     """Builds the environment `name` (the module docstring has the forms), with `options` as keyword arguments of its builder.
 
-    Every environment also takes the options of rl/envs/wrappers/wrapping.py. Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
+    Every environment also takes the options in WRAPPERS. Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
     """
     kind, _, variant = name.partition(":")
     is_ours = kind in ENVS
     build = ENVS[kind].build if is_ours else user_code.load(locate(name, {})[0])
     parameters = inspect.signature(build).parameters.values()
-    options, wrapping = wrapping_lib.split(options, {parameter.name for parameter in parameters})
+    options, wrapping = _split(options, parameters)
     if wrapping:
-        plain = lambda own: load(name, **own)  # noqa: E731
-        return environment.checked(wrapping_lib.wrapped(plain, options, wrapping))
+        return environment.checked(_wrapped(name, options, wrapping))
     if is_ours:
         check(name, options)
         try:
@@ -109,7 +119,7 @@ def check(name: str, options: dict) -> None:
     if variant and not _takes_variant(kind):
         raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
     parameters = inspect.signature(ENVS[kind].build).parameters.values()
-    (own, _), found = wrapping_lib.split(options, {parameter.name for parameter in parameters}), []
+    (own, _), found = _split(options, parameters), []
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = [parameter.name for parameter in parameters if parameter.name != "seed"]
         found += cli.mistake(lambda: environment.check_options(f"environment {kind}", own.keys() - {"seed"}, known))
@@ -118,6 +128,35 @@ def check(name: str, options: dict) -> None:
     if kind == "dataset" and not _reward(kind, own):
         found += cli.mistake(lambda: rewards.make(str(own.get("reward", "exact")), str(own.get("pattern", ""))))
     cli.fail_for(found)
+
+
+def is_wrapped(options: Collection[str]) -> bool:
+    """Returns True if one of these options of an environment asks for a wrapper, which may change the number of its tasks."""
+    return not WRAPPERS.keys().isdisjoint(options)
+
+
+def _split(options: dict, parameters: Iterable[inspect.Parameter]) -> tuple[dict, dict]:
+    """Returns (options of the builder with these parameters, options of the wrappers)."""
+    own = {parameter.name for parameter in parameters}
+    wrapping = {name: value for name, value in options.items() if name in WRAPPERS and name not in own}
+    return {name: value for name, value in options.items() if name not in wrapping}, wrapping
+
+
+def _wrapped(name: str, options: dict, wrapping: dict[str, Any]) -> environment.Environment:
+    """Returns the environment with these options, in the wrappers that `wrapping` asks for. Raises ValueError for wrong options."""
+    if steps := wrapping.get("ladder"):
+        env = ladder.of_levels([load(name, **options, **own) for own in ladder.levels(steps, options)])
+    else:
+        env = load(name, **options)
+    if "solve_rate" in wrapping or "solve_rates_path" in wrapping:
+        env = solve_rate.filtered(env, wrapping.get("solve_rate"), wrapping.get("solve_rates_path", ""))
+    if unused := [option for option in wrapping if option.startswith("budget_") and "budget" not in wrapping]:
+        found = f"env.options.{unused[0]} has no effect without env.options.budget"
+        raise ValueError(f"{found}; set it to one of {', '.join(budget.KINDS)}")
+    if "budget" in wrapping:
+        targets, alpha = wrapping.get("budget_targets", ()), wrapping.get("budget_alpha", 0.0)
+        env = budget.budgeted(env, wrapping["budget"], targets, alpha)
+    return env
 
 
 def _takes_variant(kind: str) -> bool:
@@ -201,10 +240,10 @@ def digest(name: str, options: dict) -> str:
     if package:
         with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it
             version = f"{package} {metadata.version(package)}"
-    for module in wrapping_lib.modules(options):
+    for module in dict.fromkeys(WRAPPERS[name] for name in sorted(options) if name in WRAPPERS):
         files += [(f"wrappers/{file.name}", file) for file in sorted(_files_of(module))]
     for option, path in _paths(options).items():
-        data = user_code.files_in if option in wrapping_lib.PATHS else read
+        data = user_code.files_in if option in WRAPPERS else read
         files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
     return user_code.digest(files, version)
 
@@ -244,11 +283,11 @@ def _paths(options: dict) -> dict[str, str]:
 
 
 def _files_of(module: types.ModuleType) -> set[pathlib.Path]:
-    """Returns the files of a module and of those in OURS that it imports."""
+    """Returns the files of a module and of those in OURS that it imports, and their DATA_FILES."""
     found, todo = set(), [module]
     while todo:
         one = todo.pop()
         if (file := pathlib.Path(str(one.__file__))) not in found:
-            found.add(file)
+            found |= {file, *getattr(one, "DATA_FILES", ())}
             todo += [x for x in vars(one).values() if inspect.ismodule(x) and x.__name__.startswith(OURS)]
     return found

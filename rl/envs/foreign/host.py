@@ -16,7 +16,7 @@ import signal
 from typing import Any
 
 from models.text import tokenizer as tokenizer_lib
-from rl.envs.foreign import isolation, remedies
+from rl.envs.foreign import isolation
 from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
@@ -26,9 +26,10 @@ from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from sharding.system import cli
 
-MAX_EPISODES = 64  # at the same time; each is a process
+MAX_EPISODES = 64  # at the same time; each is a process; others wait
 MAX_DEATHS = 3  # of the process that loaded the environment, in one episode
-CPU_S, IDLE_S = 60, 300.0
+CPU_S = 60  # of an episode
+IDLE_S = 300.0  # an episode fails that makes no request to the model for so long; it may take twice the time
 ABORTS = (-signal.SIGXCPU, -signal.SIGKILL)  # statuses of limits
 
 
@@ -62,8 +63,6 @@ class ForeignHost:
       foreign: the field of the environment.
       tokenizer: that of the sessions.
       limit_s: CPU seconds of an episode.
-      idle_s: an episode fails that makes no request to the model for so long; it may take twice the time.
-      max_episodes: that play at the same time; others wait.
       sandbox: isolate the process (isolation.py), one of `sharding.system.sandbox.MODES`.
       on_error: called with a line of text for the first episode of each kind that fails.
     """
@@ -74,19 +73,17 @@ class ForeignHost:
         tokenizer: tokenizer_lib.Tokenizer,
         *,
         limit_s: int = CPU_S,
-        idle_s: float = IDLE_S,
-        max_episodes: int = MAX_EPISODES,
         sandbox: str = "auto",
         on_error: scorer_lib.Log = cli.note,
     ):
         package, options, seed = foreign.package, foreign.options, foreign.seed
         self._make = functools.partial(process_lib.ForeignProcess, package, options, seed, limit_s=limit_s)
         self._is_isolated = isolation.is_possible(package, sandbox, on_error)
-        self._name, self._limit_s, self._idle_s, self._on_error = package.name, limit_s, idle_s, on_error
+        self._name, self._limit_s = package.name, limit_s
         self._endpoint = endpoint_lib.Endpoint(tokenizer)
         self._process: process_lib.ForeignProcess | None = None
-        self._places, self._lock = asyncio.Semaphore(max_episodes), asyncio.Lock()
-        self._reported: set[str] = set()
+        self._places, self._lock = asyncio.Semaphore(MAX_EPISODES), asyncio.Lock()
+        self._errors = scorer_lib.FirstErrors(on_error)
 
     async def play(self, session: session_lib.Session, index: int, split: str) -> host_lib.Played:
         """Plays the episode of a task and returns its result: the scores are "reward", and the framework's metrics.
@@ -132,33 +129,27 @@ class ForeignHost:
             if visit.fault.done():
                 visit.fault.result()  # raises
             if is_idle:
-                reason = f"it takes too much time: it makes no request to the model for {self._idle_s:g} s"
+                reason = f"it takes too much time: it makes no request to the model for {IDLE_S:g} s"
                 found = host_lib.Played(dict(host_lib.FAILED), float(self._limit_s), reason, in_time=False)
             else:
                 found = _played(run.result(), self._limit_s)
             if "error" in found.scores:
-                if remedy := remedies.of_episode(found.error):
+                if remedy := process_lib.remedy_of_episode(found.error):
                     found = dataclasses.replace(found, error=f"{found.error}; {remedy}")
-                self._report(f"{split} task {index}", found.error)
+                self._errors.report(
+                    f"environment {self._name} failed in an episode of {split} task {index}", found.error
+                )
             return found
 
     async def _wait(self, run: asyncio.Future, visit: endpoint_lib.Visit) -> bool:
         """Waits for the end of an episode. Returns True if it makes no requests any more."""
         before = -1
         while not run.done() and not visit.fault.done():
-            await asyncio.wait([run, visit.fault], timeout=self._idle_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([run, visit.fault], timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
             if not run.done() and not visit.fault.done() and not visit.calls and visit.num_requests == before:
                 return True
             before = visit.num_requests
         return False
-
-    def _report(self, task: str, error: str) -> None:
-        kind = error.partition(":")[0][:80]
-        if kind not in self._reported and len(self._reported) < scorer_lib.MAX_KINDS:
-            self._reported.add(kind)
-            self._on_error(
-                f"environment {self._name} failed in an episode of {task}: {error} (metric rollout/score_error_frac)"
-            )
 
 
 def _played(reply: dict, limit_s: int) -> host_lib.Played:

@@ -13,21 +13,36 @@ import itertools
 import json
 import os
 import pathlib
-import socket
+import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from rl.envs.foreign import isolation, remedies
+from rl.envs.foreign import isolation
 from rl.envs.packages import package as package_lib
-from sharding.system import sandbox
+from sharding.system import limited_process, sandbox
 
 START_S = 300.0  # an import of a large framework on a busy machine takes 30 s
-END_S = 5.0
+END_S = 5.0  # for its end once its socket is closed
 MAX_REPLY_BYTES = 2**22
 
 SURROUNDINGS = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 SURROUNDINGS |= {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+
+# words in the text of an error that show the need
+_PACKAGE = re.compile("ModuleNotFoundError|ImportError")
+_KEY = re.compile(r"(?i)api[ _]?key|missing ?key|credential|unauthorized|\b[A-Z0-9]+_(KEY|TOKEN)\b")
+_NETWORK = re.compile(
+    r"(?i)connect(ion)?[ _]?(error|timeout|refused|attempts)|couldn't reach|unreachable|name resolution|"
+    "not resolve|max retries|urlerror|proxyerror|localentrynotfound|offline ?mode"
+)
+_DATA = re.compile(
+    r"(?i)nltk[._ ]|resource \S+ not found|(file|directory)NotFoundError|no such file|\.download\(|can't find model"
+)
+_FETCHED = (
+    "it needs data that is not on this machine, and fetches none in a run: connect this machine and download it once "
+    "(for NLTK: python -m nltk.downloader NAME), or name a copy in env.options"
+)
 
 
 class Broken(ValueError):
@@ -56,7 +71,6 @@ class ForeignProcess:
         self._unix_path = unix_path
         self._numbers, self._waiting = itertools.count(), {}
         self._starting: asyncio.Task | None = None
-        self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, index: int, split: str, base_url: str) -> dict:
         """Plays an episode of a task with the model at `base_url`. Calls `start` first.
@@ -92,7 +106,6 @@ class ForeignProcess:
 
     async def _serve(self, ready: asyncio.Future) -> None:
         """Runs the process until it ends or this is cancelled."""
-        near, far = socket.socketpair()
         with tempfile.TemporaryDirectory(prefix="intellax-env-") as folder:
             adapter = package_lib.ADAPTERS / f"{self._package.adapter}.py"
             config = {"adapter": str(adapter), "target": self._package.target, "options": self._options}
@@ -103,14 +116,10 @@ class ForeignProcess:
                 self._package.python,
                 "-s",
                 str(package_lib.ADAPTERS / "fork_server.py"),
-                str(far.fileno()),
                 json.dumps(config),
             ]
-            with far:
-                options: dict[str, Any] = {"cwd": folder, "env": self._variables(), "pass_fds": [far.fileno()]}
-                options |= {"stdin": asyncio.subprocess.DEVNULL, "stdout": 2}
-                process = await asyncio.create_subprocess_exec(*command, **options)
-            reader, self._writer = await asyncio.open_connection(sock=near, limit=MAX_REPLY_BYTES)
+            child = limited_process.JsonProcess(command, folder=folder, variables=self._variables(), grace_s=END_S)
+            reader, self._writer = await asyncio.open_connection(sock=child.pipe, limit=MAX_REPLY_BYTES)
             try:
                 async with asyncio.timeout(START_S) as limit:
                     while line := await reader.readline():
@@ -120,14 +129,16 @@ class ForeignProcess:
             except (TimeoutError, OSError, ValueError, RecursionError):
                 pass
             finally:
-                self._writer.close()  # ends the episodes
-                ending = asyncio.ensure_future(_end(process))
+                self._writer.transport.abort()  # ends the episodes
+                ending = asyncio.ensure_future(asyncio.to_thread(child.end))
                 try:
                     await asyncio.shield(ending)
                 finally:  # `close` may cancel this while the process ends by itself
                     await ending
                 kind = Died if ready.done() else Broken
-                problem = kind(f"environment {self._package.name} ended its process, with status {process.returncode}")
+                problem = kind(
+                    f"environment {self._package.name} ended its process, with status {child.process.returncode}"
+                )
                 for waiting in [ready, *self._waiting.values()]:
                     if not waiting.done():
                         waiting.set_exception(problem)
@@ -142,7 +153,7 @@ class ForeignProcess:
             ready.set_result(None)
         else:
             failed = str(message.get("failed"))
-            parts = filter(None, (failed, remedies.of_load(failed)))
+            parts = filter(None, (failed, remedy_of_load(failed)))
             reason = f"environment {self._package.name} cannot be loaded: {'; '.join(parts)}"
             ready.set_exception(Broken(reason))
 
@@ -158,10 +169,31 @@ class ForeignProcess:
         return kept | SURROUNDINGS | {"PATH": path} | dict(self._package.variables)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of a process whose socket is closed, and kills it if it takes too long."""
-    with contextlib.suppress(ProcessLookupError, TimeoutError):
-        await asyncio.wait_for(process.wait(), END_S)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+def remedy_of_load(error: str) -> str:
+    """Returns the remedy for an error of an environment's loader."""
+    if _DATA.search(error):
+        return _FETCHED
+    if _PACKAGE.search(error):
+        return "install the package that it imports (python -m rl.envs install NAME --requirement ...)"
+    if _NETWORK.search(error):
+        return (
+            "it fetches data from the network, which does not answer here: connect this machine, fill Hugging Face's cache, "
+            "or name a data set of this machine in env.options"
+        )
+    if "env.options" in error:
+        return ""  # it has its own
+    if _KEY.search(error):
+        return "it needs a key of a service: install it with --variable NAME=VALUE, and with --kind recorded if episodes use it"
+    return "correct env.options, or install its requirements (python -m rl.envs install)"
+
+
+def remedy_of_episode(error: str) -> str:
+    """Returns the remedy for an error in an episode, or "" if it shows no need of data, the network, or a key."""
+    if _DATA.search(error):
+        return _FETCHED
+    if _NETWORK.search(error) or _KEY.search(error):
+        return (
+            "an isolated episode reaches its model and nothing else: if the environment needs a service, install it with --kind recorded "
+            "(and --variable NAME=VALUE for a key); strangers cannot run it then"
+        )
+    return ""

@@ -14,7 +14,6 @@ Imports no jax.
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +28,6 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
-from rl.envs.catalog import catalog
 from rl.envs.host import player
 from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
@@ -101,17 +99,12 @@ class Host:
         on_error: scorer.Log = cli.note,
         digest: str = "",
     ):
-        with contextlib.suppress(ValueError):  # which the child reports
-            name, options = catalog.locate(name, options)  # a child has another current directory
-        self.limit_s, self._on_error, self._name = limit_s, on_error, name
+        self.limit_s, self._errors, self._name = limit_s, scorer.FirstErrors(on_error), name
         self._patience = 1 if kind == "pure" else TOOL_PATIENCE
-        # episodes that failed, by the kind of their error
-        self.counts: collections.Counter[str] = collections.Counter()
-        config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
-        title, remedy = f"the host of environment {name}", "fix the environment or env.options"
+        title, config = f"the host of environment {name}", scorer.config_of_child(name, options, seed, limit_s, digest)
         # An environment of kind "recorded" may need keys and proxies in its environment variables.
-        options = {"sandbox_mode": "off" if kind == "recorded" else sandbox, "may_start_processes": kind != "pure"}
-        self._make = functools.partial(_Child, config, title=title, remedy=remedy, **options)
+        rights = {"sandbox_mode": "off" if kind == "recorded" else sandbox, "may_start_processes": kind != "pure"}
+        self._make = functools.partial(_Child, config, title=title, remedy=scorer.REMEDY, **rights)
         self._shared: _Child | None = None
         self._children: set[_Child] = set()
         self._lock, self._alone = asyncio.Lock(), asyncio.Semaphore(MAX_ALONE)
@@ -149,12 +142,7 @@ class Host:
         return scorer.CLOCK_FACTOR * self.limit_s * self._patience * (1 + child.num_episodes / CROWD)
 
     def _failed(self, found: Played, error: str) -> Played:
-        kind = error.partition(":")[0]
-        if kind not in self.counts and len(self.counts) < scorer.MAX_KINDS:
-            self._on_error(
-                f"environment {self._name} failed in an episode: {error} (rl.score_errors; metric rollout/score_error_frac)"
-            )
-        self.counts[kind if kind in self.counts or len(self.counts) < scorer.MAX_KINDS else "other"] += 1
+        self._errors.report(f"environment {self._name} failed in an episode", error)
         return dataclasses.replace(found, error=error)
 
     @contextlib.asynccontextmanager

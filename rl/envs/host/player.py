@@ -25,7 +25,6 @@ import sys
 import time
 from typing import Any
 
-from rl.envs.catalog import catalog
 from rl.envs.interface import environment, episode, scripted_model
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.scoring import scorer
@@ -217,10 +216,7 @@ def main(config_json: str) -> int:
     loop = asyncio.SelectorEventLoop(selectors.PollSelector())
 
     def load() -> None:
-        name, options = config["name"], config["options"]
-        if config["digest"] and catalog.digest(name, options) != config["digest"]:
-            raise ValueError("its code or data has changed since the run began")
-        made.append(catalog.load(name, seed=config["seed"], **options))
+        made.append(scorer.load_in_child(config))
         if made[0].play is None:
             raise ValueError("it has no episodes of several calls (play)")
 

@@ -15,7 +15,8 @@ from rl.envs.catalog import catalog
 from rl.envs.hub import admission, rules, skeleton, store, trial
 from rl.envs.hub import index as index_lib
 from rl.envs.hub import report as report_lib
-from rl.envs.packages import commands as package_commands
+from rl.envs.interface import environment
+from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 from rl.ledger import environments
 from sharding.system import cli
@@ -112,7 +113,7 @@ def add_packages(commands) -> None:
     parser.add_argument("--target", metavar="FOLDER", help="a folder for --code, in place of this interpreter")
     parser.add_argument("--dry", action="store_true", help="verify only")
     _add_index(parser)
-    package_commands.add_options(parser)
+    _add_framework_options(parser)
     parser.set_defaults(run=_install)
     parser = commands.add_parser("publish", help="add a package to an index")
     parser.add_argument("folder", help="with pyproject.toml")
@@ -126,6 +127,20 @@ def add_packages(commands) -> None:
 def _add_index(parser) -> None:
     parser.add_argument("--index", metavar="PLACE", help="path or URL of a signed index")
     parser.add_argument("--signer", default="", metavar="HEX", help="public key that must have signed the index")
+
+
+def _add_framework_options(parser) -> None:
+    group = parser.add_argument_group("environments of other frameworks, each in an interpreter of its own")
+    add = group.add_argument
+    add("--requirement", nargs="+", default=[], metavar="REQ", help="for pip (default: PACKAGE==VERSION)")
+    add(
+        "--python",
+        default=sys.executable,
+        help="interpreter to use; with requirements, the base of a new virtual environment",
+    )
+    add("--path", nargs="+", default=[], metavar="FOLDER", help="further folders to import the environment from")
+    add("--variable", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables of its process")
+    add("--kind", choices=environment.KINDS[1:], default="replayed", help="recorded: it depends on a clock or the web")
 
 
 def _init(args, options: dict) -> int:
@@ -178,7 +193,7 @@ def _info(args, options: dict) -> int:
 
 def _install(args, options: dict) -> int:
     if args.name.partition(":")[0] in package_lib.FRAMEWORKS:
-        return package_commands.install(args)
+        return _install_framework(args)
     if not args.index:
         raise ValueError("--index is missing: pass the path or URL of an index")
     if not args.signer:
@@ -187,6 +202,19 @@ def _install(args, options: dict) -> int:
     found = index_lib.newest(index_lib.read(args.index, args.signer), package_lib.folder() / "indexes.json")
     done = store.install(found, args.name, pathlib.Path(args.target) if args.target else None, dry=args.dry)
     print(f"{'verified' if args.dry else 'installed'} {done}")
+    return 0
+
+
+def _install_framework(args) -> int:
+    """Installs an environment of another framework, and prints its interpreter and digest."""
+    pairs = [text.partition("=") for text in args.variable]
+    if bad := [name for name, is_set, _ in pairs if not is_set or not name.isidentifier()]:
+        raise ValueError(f"--variable {bad[0]!r} has no value; write NAME=VALUE")
+    variables = {name: value for name, _, value in pairs}
+    settings = {"python": args.python, "paths": args.path, "variables": variables, "kind": args.kind}
+    found = installation.install(args.name, args.requirement, **settings)
+    print(f"{found.name}: {found.python} (Python {found.version}), adapter {found.adapter}, kind {found.kind}")
+    print(f"record: {package_lib.record_file(found.name)}; digest without options {package_lib.digest(found, {})}")
     return 0
 
 

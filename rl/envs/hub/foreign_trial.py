@@ -68,16 +68,19 @@ class _Trial:
         names = [*texts][:: self._around.order]
         self._on_stage(f"load, and play {len(numbers)} tasks with {len(names)} fixed answers")
         attempts = {
-            str(i): {name: await self._play(f"{i}, {name}", i, _always(texts[name])) for name in names} for i in numbers
+            str(i): {name: await self._play(f"{i}, {name}", i, scripted_model.always(texts[name])) for name in names}
+            for i in numbers
         }
         seeds = [(i, seed) for i in numbers for seed in range(self._plan.episodes)]
         self._on_stage(f"play {len(seeds)} episodes with random words")
-        episodes = {f"{i}/{seed}": await self._play(f"{i}/{seed}", i, _words(seed)) for i, seed in seeds}
+        episodes = {
+            f"{i}/{seed}": await self._play(f"{i}/{seed}", i, scripted_model.random_words, seed) for i, seed in seeds
+        }
         found: dict[str, Any] = {"kind": self._env.kind, "name": self._env.name, "is_program": True}
         found |= {"attempts": attempts, "episodes": episodes, "attempts_again": {}, "episodes_again": {}, "remade": {}}
         if self._around.measures:
             self._on_stage(f"play {len(seeds)} episodes at the same time")
-            plays = [self._play(f"{i}/{seed}", i, _words(seed)) for i, seed in seeds]
+            plays = [self._play(f"{i}/{seed}", i, scripted_model.random_words, seed) for i, seed in seeds]
             together = await asyncio.gather(*plays)
             found["episodes_together"] = dict(zip(episodes, together, strict=True))
         # Files and processes are allowed where code runs in its own interpreter.
@@ -87,15 +90,14 @@ class _Trial:
         found |= {"memory": {"rounds": 0, "growth_bytes": 0, "counted": 1}, "malformed": [], "leaks": 0}
         return found | {"with_answer": 0, "shared": [], "num_shared": 0, "num_prompts": 0, "unmeasured": UNMEASURED}
 
-    async def _play(self, name: str, index: int, reply: Callable[[random.Random], str]) -> dict:
+    async def _play(self, name: str, index: int, policy: scripted_model.Policy, seed: int = 0) -> dict:
         tape: dict[session_lib.Key, completion_lib.Completion] = {}
+        model = session_lib.scripted(
+            self._tokenizer, lambda call: policy((), (), random.Random(f"{seed}/{call.key}"))["content"]
+        )
 
         async def backend(call: session_lib.Call) -> completion_lib.Completion:
-            rng = random.Random(f"{call.key}")
-            tokens = [*self._tokenizer.encode(reply(rng)), self._tokenizer.eos_id][: call.max_tokens]
-            ending = "stop" if tokens[-1] in self._tokenizer.stop_ids else "length"
-            count = len(tokens)
-            tape[call.key] = completion_lib.Completion(tokens, [0.0] * count, [0] * count, 0, ending, b"")
+            tape[call.key] = await model(call)
             return tape[call.key]
 
         session = session_lib.Session(self._tokenizer, backend, LIMITS, seed=0, sample=0)
@@ -125,11 +127,3 @@ class _Trial:
         scores = None if error else {name: repr(value) for name, value in sorted(played.scores.items())}
         found = {"scores": scores, "error": error, "transcript": digest, "calls": session.num_calls}
         return found | {"cpu_s": played.cpu_s, "slept_s": 0.0}
-
-
-def _always(text: str) -> Callable[[random.Random], str]:
-    return lambda rng: text
-
-
-def _words(seed: int) -> Callable[[random.Random], str]:
-    return lambda rng: scripted_model.random_words((), (), random.Random(f"{seed}/{rng.random()}"))["content"]

@@ -9,6 +9,7 @@
 3. `sequence` grows with each change. `newest` keeps, per key, the largest one seen on this machine, and refuses an older index.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -23,7 +24,7 @@ import httpx
 
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import manifest as manifest_lib
-from sharding.system import atomic_file, signed_message
+from sharding.system import atomic_file, bounded_reply, signed_message, sockets
 from sharding.system import files as files_lib
 
 FORMAT = "intellax/environment-index/1"
@@ -55,7 +56,9 @@ class Index:
 
     def fetch(self, path: str, limit: int = MAX_WHEEL_BYTES) -> bytes:
         """Returns the file `path` of the index's place. Raises ValueError if it cannot be read."""
-        return _read(_beside(self.place, path), limit)
+        if sockets.is_url(self.place):
+            return _read(urllib.parse.urljoin(self.place, path), limit)
+        return _read(os.path.join(os.path.dirname(self.place), path), limit)
 
 
 def read(place: str, signer: str = "") -> Index:
@@ -141,30 +144,16 @@ def _locked(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return files_lib.locked(path.with_name(f".{path.name}.lock"))
 
 
-def _is_url(place: str) -> bool:
-    return place.startswith(("http://", "https://"))
-
-
-def _beside(place: str, path: str) -> str:
-    return urllib.parse.urljoin(place, path) if _is_url(place) else os.path.join(os.path.dirname(place), path)
-
-
 def _read(place: str, limit: int) -> bytes:
     """Returns the bytes of a file or URL, at most `limit`. Raises ValueError."""
     try:
-        if not _is_url(place):
-            with open(place, "rb") as file:
-                data = file.read(limit + 1)
-        else:
-            data = bytearray()
-            with httpx.stream("GET", place, follow_redirects=True, timeout=LIMIT_S) as reply:
-                reply.raise_for_status()
-                for chunk in reply.iter_bytes():
-                    data += chunk
-                    if len(data) > limit:
-                        break
+        if sockets.is_url(place):
+            reply = asyncio.run(bounded_reply.get(place, limit, LIMIT_S, follow_redirects=True))
+            return reply.raise_for_status().content
+        with open(place, "rb") as file:
+            data = file.read(limit + 1)
     except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"{place} cannot be read: {error}; correct --index") from None
     if len(data) > limit:
         raise ValueError(f"{place} has more than {limit} bytes, the maximum; it is not the file of an index")
-    return bytes(data)
+    return data

@@ -16,7 +16,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -25,6 +24,7 @@ from typing import Any
 
 from rl.envs.catalog import catalog
 from rl.envs.interface import environment
+from rl.envs.packages import installation
 
 MAX_UNPACKED_BYTES = 2**30
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -120,14 +120,10 @@ def build(folder: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
     options = "-m pip wheel --quiet --disable-pip-version-check --no-deps -w".split()
     command = [sys.executable, *options, str(out)]
     command += ["--no-build-isolation"] * is_here + [str(folder.resolve())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"SOURCE_DATE_EPOCH": "315532800"}
-    )
-    wheels = [*out.glob("*.whl")]
-    if done.returncode or len(wheels) != 1:
-        last = (done.stderr.strip().splitlines() or ["it made no wheel"])[-1]
-        raise ValueError(f"pip cannot build {folder}: {last}; correct its pyproject.toml")
-    return wheels[0]
+    failed = f"pip cannot build {folder}; correct its pyproject.toml"
+    installation.run(command, failed, {**os.environ, "SOURCE_DATE_EPOCH": "315532800"})
+    (wheel,) = out.glob("*.whl")
+    return wheel
 
 
 def unpack(wheel: pathlib.Path, out: pathlib.Path) -> None:

@@ -10,7 +10,6 @@ An installed environment is an entry point, so `env.name = "NAME"` finds it, and
 
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 
@@ -18,6 +17,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.envs.hub import index as index_lib
 from rl.envs.hub import manifest as manifest_lib
 from rl.envs.hub import report as report_lib
+from rl.envs.packages import installation
 from sharding.system import files as files_lib
 
 
@@ -108,7 +108,5 @@ def _pip(wheel: pathlib.Path, target: pathlib.Path | None, *, has_requirements: 
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += [] if has_requirements else ["--no-deps", "--no-index"]
     command += ["--upgrade", "--target", str(target)] if target else ["--force-reinstall"] * (not has_requirements)
-    done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ValueError(f"pip cannot install {wheel.name}: {last}; correct its requirements, or use --target")
+    failed = f"pip cannot install {wheel.name}; correct its requirements, or use --target"
+    installation.run([*command, str(wheel)], failed)

@@ -23,7 +23,6 @@ import re
 import resource
 import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +35,9 @@ from rl.envs.hub import probes
 from rl.envs.interface import environment, scripted_model
 from rl.envs.scoring import scorer
 from rl.protocol import user_code
-from sharding.system import sandbox
+from sharding.system import limited_process, sandbox
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-MAX_BYTES = 2**26  # of a child's lines
 EPISODE_S = 20.0  # by the clock, for one episode
 GARBAGE_CHARS = 10_000  # of each completion in the measurement of memory
 MAX_ROUNDS = 3000  # of it: more than the entries of usual caches
@@ -99,73 +97,41 @@ class Running:
         self._on_stage = on_stage  # called with each step that begins
         self._folder = tempfile.TemporaryDirectory(prefix="intellax-check-")
         self._deadline_s = time.monotonic() + plan.timeout_s
-        read, write = os.pipe()
-        config = {"plan": dataclasses.asdict(plan), "surroundings": dataclasses.asdict(surroundings), "pipe": write}
-        config["code"] = list(code)
-        self._pipe = open(read, "rb", buffering=0)
         self._log = open(pathlib.Path(self._folder.name) / ".log", "w+b")
         home = pathlib.Path(self._folder.name) / ("home" if surroundings.order > 0 else "another home")
         home.mkdir()
-        self._process = subprocess.Popen(
+        config = {"plan": dataclasses.asdict(plan), "surroundings": dataclasses.asdict(surroundings), "code": [*code]}
+        self._child = limited_process.JsonProcess(
             [sys.executable, "-m", "rl.envs.hub.trial", json.dumps(config)],
-            cwd=home,
-            env=surroundings.variables(str(home)),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=[write],
-            start_new_session=True,
+            folder=home,
+            variables=surroundings.variables(str(home)),
+            output=self._log,
+            is_group=True,
         )
-        os.close(write)
 
     def result(self) -> dict:
         """Returns the child's observations; or {"failed": reason, "stage": step} if it failed or took too long."""
+        stage, last = "start", {}
         try:
-            lines = self._lines()
-            self._process.poll()
+            while last := self._child.receive(self._deadline_s - time.monotonic()):
+                if "stage" not in last:
+                    break
+                stage = str(last["stage"])[:80]
+                self._on_stage(stage)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            status = self._process.wait()
+            status = self._child.end()
             self._log.seek(0)
             tail = self._log.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
             self._log.close()
-            self._pipe.close()
             with contextlib.suppress(OSError):
                 self._folder.cleanup()
-        stage, last = "start", {}
-        for line in lines:
-            try:
-                last = json.loads(line)
-                stage = last.get("stage", stage)
-            except (ValueError, AttributeError, RecursionError):
-                break
-        if "result" in last or "failed" in last:
+        if isinstance(last.get("result"), dict) or "failed" in last:
             return last.get("result") or {"failed": str(last["failed"]), "stage": stage}
         late = time.monotonic() > self._deadline_s
         reason = (
             "it took too long" if late else f"its process ended with status {status}: {' '.join(tail) or 'no output'}"
         )
         return {"failed": reason, "stage": stage, "late": late}
-
-    def _lines(self) -> list[bytes]:
-        data = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._pipe, selectors.EVENT_READ)
-            while (left_s := self._deadline_s - time.monotonic()) > 0 and len(data) < MAX_BYTES:
-                if selector.select(left_s):
-                    chunk = self._pipe.read(2**16)
-                    if not chunk:
-                        break
-                    self._on_stage_of(bytes(data[data.rfind(b"\n") + 1 :]) + chunk)
-                    data += chunk
-        return bytes(data).splitlines()
-
-    def _on_stage_of(self, data: bytes) -> None:
-        for line in data.split(b"\n")[:-1]:
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):  # foreign code may write anything
-                if stage := json.loads(line).get("stage"):
-                    self._on_stage(str(stage)[:80])
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------
@@ -181,8 +147,7 @@ class _Trial:
     def __init__(self, config: dict):
         self.plan = Plan(**config["plan"])
         self.around = Surroundings(**config["surroundings"])
-        os.set_inheritable(config["pipe"], False)
-        self._pipe = os.fdopen(config["pipe"], "w", buffering=1)
+        self._pipe = limited_process.take_pipe()
         self.effects = effects_lib.watch(
             [*config["code"], *sys.path[1:], sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/localtime"]
             + ["/etc/mime.types", "/proc/self", str(ROOT / "rl"), str(ROOT / "models"), str(ROOT / "sharding")]
@@ -192,7 +157,7 @@ class _Trial:
 
     def send(self, **message: Any) -> None:
         """Sends a line to the parent."""
-        print(json.dumps(message), file=self._pipe)
+        self._pipe.sendall(json.dumps(message).encode() + b"\n")
 
     def run(self) -> dict:
         """Returns all observations."""

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from inference.rollouts import completion as completion_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.catalog import catalog
 from rl.envs.foreign import host as foreign_host
@@ -92,21 +91,24 @@ def _rehearse_episodes(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, o
     async def run() -> None:
         host = foreign_host.of_environment(env, entry.name, entry.options, config.seed, tokenizer, **own)
         try:
-            prompts = []
-            for split in environment.SPLITS:
-                task = env.make_task(0, split)
-                found = await _episode(host, tokenizer, task, scripted_model.random_words, limits)
+            tasks = [env.make_task(0, "train"), env.make_task(1, "train"), env.make_task(0, "held_out")]
+            plays = (_episode(host, tokenizer, task, scripted_model.random_words, limits) for task in tasks)
+            played = await asyncio.gather(*plays)
+            for task, found in zip(tasks, played, strict=True):
                 if not found.num_calls:
                     long = f"it asked the model nothing; its prompt may exceed inference.max_model_len = {length}"
-                    why = f"no {split} episode can begin: {found.result.error or long}"
+                    why = f"no {task.split} episode can begin: {found.result.error or long}"
                     remedy = "" if "; " in why else "; correct env.options, or the environment"
                     raise ValueError(f"environment {entry.label}: {why}{remedy}")
                 if found.result.error:
                     on_line(f"environment {entry.label}: an episode with random words failed: {found.result.error}")
-                prompts.append(found.prompt)
-            if prompts[0] == prompts[1]:
+            first, second, held_out = (found.prompt for found in played)
+            if first == held_out:
                 equal = "the first task of each split has the same prompt"
                 on_line(f"environment {entry.label}: {equal}, so held-out scores may not show new tasks; replace them")
+            elif first == second:  # of two prompts in all, one is held out
+                equal = "the first two training tasks have the same prompt"
+                on_line(f"environment {entry.label}: {equal}, so a run may learn one answer; give it other tasks")
         finally:
             await host.close()
 
@@ -140,15 +142,12 @@ class _Session(session_lib.Session):
 async def _episode(
     host, tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, policy, limits: session_lib.Limits = LIMITS
 ) -> Episode:
-    async def backend(call: session_lib.Call) -> completion_lib.Completion:
+    def reply(call: session_lib.Call) -> str:
         message = policy((), session.tools, random.Random(f"{call.key}"))
         called = [one["function"] for one in message.get("tool_calls", ())]
-        text = message["content"] + "".join(_CALL % (json.dumps(one["name"]), one["arguments"]) for one in called)
-        tokens = [*tokenizer.encode(text), tokenizer.eos_id][: call.max_tokens]
-        ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
-        return completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
+        return message["content"] + "".join(_CALL % (json.dumps(one["name"]), one["arguments"]) for one in called)
 
-    session = _Session(tokenizer, backend, limits, seed=0, sample=0)
+    session = _Session(tokenizer, session_lib.scripted(tokenizer, reply), limits, seed=0, sample=0)
     result = await host.play(session, task.index, task.split)
     streams = [stream.tokens.tolist() for stream in session.streams]
     prompt = streams[0][: session.streams[0].turns[0].start] if session.num_calls else []

@@ -123,6 +123,12 @@ def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[
     )
 
 
+def asked(question: str, system_prompt: str = "") -> tuple[dict, ...]:
+    """Returns the messages of a prompt: a question of the user, after `system_prompt` if that is not empty."""
+    system = ({"role": "system", "content": system_prompt},) if system_prompt else ()
+    return (*system, {"role": "user", "content": question})
+
+
 def prompt_text(messages: Sequence[Mapping]) -> str:
     """Returns the text of a prompt that decides its split: of a message alone, or JSON of all messages with all of their fields."""
     if len(messages) == 1 and set(messages[0]) == {"role", "content"}:

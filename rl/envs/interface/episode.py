@@ -24,6 +24,7 @@ Left out: images, and functions that see all episodes of a group.
 '''
 
 import dataclasses
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -83,14 +84,14 @@ Program = Callable[[Any, Model], Awaitable[dict[str, float]]]  # (task, model) -
 
 def conversation(
     *,
-    score: Callable[[Any, Sequence[dict], Any], dict[str, float]],
-    reply: Callable[[Any, Sequence[dict], Any], Sequence[dict] | None] | None = None,
+    score: Callable[[Any, Sequence[dict], Any], Any],
+    reply: Callable[[Any, Sequence[dict], Any], Any] | None = None,
     tools: Sequence[tools_lib.Tool] = (),
     initial_state: Callable[[Any], Any] | None = None,
     max_turns: int = 8,
     limits: tools_lib.Limits = tools_lib.DEFAULT_LIMITS,
 ) -> Program:
-    """Returns the program of an environment that answers each turn of the model.
+    """Returns the program of an environment that answers each turn of the model. Its functions may be coroutine functions.
 
     Args:
       score: (task, messages, state) -> scores of the finished conversation.
@@ -122,13 +123,18 @@ def conversation(
                     messages += await tools_lib.results(tools, calls, state, limits, num_calls)
                     num_calls += len(calls)
                     continue
-                more = reply(task, messages, state) if reply else None
+                more = await _value(reply(task, messages, state)) if reply else None
                 if more is None:
                     break
                 messages += more
-            return score(task, messages, state)
+            return await _value(score(task, messages, state))
         finally:
             if close := getattr(state, "close", None):
-                close()
+                await _value(close())
 
     return play
+
+
+async def _value(result: Any) -> Any:
+    """Returns the result of a function or of a coroutine function."""
+    return await result if inspect.isawaitable(result) else result

@@ -19,6 +19,8 @@
 4. The model reads nothing that depends on the clock, since a validator's machine is another one. A call that exceeds its time ends the
    episode with an error. Only a tool of kind "recorded", which no validator repeats, then has an error that the model reads.
 
+An environment may also offer the protocol "text", in which a message is one command: tiny models can learn that.
+
 Left out: images in results, and values that JSON schemas cannot express.
 '''
 
@@ -39,6 +41,7 @@ _KINDS = ", ".join(kind.__name__ for kind in _TYPES)
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Yields|Raises|Examples?|Notes?):[ \t]*$", re.MULTILINE)
 _PARAMETER = re.compile(r"^(\s+)\*{0,2}(\w+)(?:\s*\([^)]*\))?:[ \t]*(.*)$")
 MAX_ERROR_CHARS = 500
+PROTOCOLS = ("tools", "text")  # how a model uses tools: by tool calls of its chat template, or by texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +117,31 @@ def from_mcp(server: str | Sequence[str], *, kind: str = "recorded", start_s: fl
         Tool(listed.name, listed.description, listed.schema, connection.function(listed.name), kind=kind)
         for listed in connection.tools
     )
+
+
+def check_protocol(protocol: str, turns: int) -> None:
+    """Raises ValueError for an unknown protocol, or less than one turn."""
+    if protocol not in PROTOCOLS or turns < 1:
+        raise ValueError(
+            f"protocol={protocol!r}, turns={turns}; choose one of {', '.join(PROTOCOLS)}, and at least 1 turn"
+        )
+
+
+def instruction(protocol: str, given: str | None, *, tools: str, text: str) -> str:
+    """Returns the system prompt that is given, which may be empty; by default (None) the one for the protocol: `tools` or `text`."""
+    if given is not None:
+        return given
+    return tools if protocol == "tools" else text
+
+
+def step(protocol: str, number: int, text: str, name: str, arguments: Mapping, result: str) -> list[dict]:
+    """Returns two messages of a demonstration: the call `number` of a tool, or the `text` of the same command, and its result."""
+    if protocol == "text":
+        return [{"role": "assistant", "content": text}, {"role": "user", "content": result}]
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": f"call_{number}", "type": "function", "function": function}
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": result}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
 
 
 async def results(

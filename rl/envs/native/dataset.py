@@ -7,9 +7,14 @@
 3. rl/envs/native/rewards.py scores a completion by the answer.
 
 All rows are looked at when the environment is built, so that a malformed one ends a run before it begins.
+
+The environment `math` (`build_math`) has problems of mathematics, {"problem": ..., "answer": ...} per row. The answer counts in the last
+\\boxed{} of the completion alone. An integer is compared as such; other answers, as in \\boxed{\\frac{1}{2}}, are equal if math-verify finds
+them to be, with the gold answer first. It computes with untrusted text for as long as that takes; rl/envs/scoring/scorer.py limits it.
 """
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +26,7 @@ from rl.envs.native import rewards
 from sharding.system import text as text_lib
 
 MAX_CHARS = 65536  # a longer completion scores as an empty one
+MATH_INSTRUCTION = "Solve the problem step by step. Put the final answer into \\boxed{}."
 
 
 def build(
@@ -73,6 +79,30 @@ def build(
         return found if isinstance(found, dict) else {"reward": found}
 
     return environment.Environment("dataset", make_task, score, len(training), num_held_out=len(testing))
+
+
+def build_math(
+    *,
+    path: str = "",
+    problem: str = "problem",
+    answer: str = "answer",
+    system_prompt: str = MATH_INSTRUCTION,
+    held_out: str = "",
+    seed: int = 0,
+) -> environment.Environment:
+    """Builds the environment `math` of the rows at `path`, with names of their fields. `held_out` names the split of held-out tasks.
+
+    Raises ValueError for a missing or malformed file, and without the package math-verify. `seed` has no effect.
+    """
+    options = {"path": path, "prompt": problem, "answer": answer, "system_prompt": system_prompt, "held_out": held_out}
+    made = build(reward="boxed", **options)
+
+    def make_task(index: int, split: str) -> environment.Task:
+        task = made.make_task(index, split)
+        own = task.info["answer"]
+        return dataclasses.replace(task, env="math", answer=own if "\\boxed{" in own else f"\\boxed{{{own}}}")
+
+    return dataclasses.replace(made, name="math", make_task=make_task)
 
 
 def _messages(value: Any) -> tuple[dict, ...]:

@@ -27,11 +27,10 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
     Raises ValueError for a missing or malformed file. `seed` has no effect: the files list the tasks.
     """
     problems = {"train": _read(path, "train.jsonl"), "held_out": _read(path, "test.jsonl")}
-    system = ({"role": "system", "content": system_prompt},) if system_prompt else ()
 
     def make_task(index: int, split: str) -> environment.Task:
         question, solution, number = problems[split][index % len(problems[split])]
-        messages = (*system, {"role": "user", "content": question})
+        messages = environment.asked(question, system_prompt)
         return environment.Task("gsm8k", index, split, messages, solution, info={"number": number})
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:

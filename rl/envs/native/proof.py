@@ -60,7 +60,6 @@ def build(
         raise ValueError(f"{found}; choose 1 <= min_steps <= max_steps <= 10, and 0 <= extra <= 10")
     if "mp" not in (chosen := rules.split()) or {*chosen} - RULES.keys():
         raise ValueError(f"env.options.rules = {rules!r}; choose mp, and more of {' '.join(RULES)}")
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task | None:
@@ -70,7 +69,7 @@ def build(
                 return None
             premises, goal, proof = problem
             lines = [f"{at} {text(premise)}" for at, premise in enumerate(premises, start=1)]
-            messages = (*system, {"role": "user", "content": "\n".join([*lines, f"Prove {text(goal)}"])})
+            messages = environment.asked("\n".join([*lines, f"Prove {text(goal)}"]), system_prompt)
             return environment.Task("proof", index, split, messages, proof, info={"premises": premises, "goal": goal})
 
         return environment.first_in_split("proof", seed, split, index, draw)

@@ -98,7 +98,6 @@ def build(
     # Adjacent seeds would give overlapping items, because most datasets seed item i with seed + i.
     first = environment.stable_hash(f"{name}/{seed}") % 2**31
     items = reasoning_gym.create_dataset(dataset, seed=first, size=size, **config)
-    system = ({"role": "system", "content": system_prompt},) if system_prompt else ()
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task | None:
@@ -108,7 +107,7 @@ def build(
             answer = _reference(entry)
             if answer is None or checked(dataset, items.score_answer, answer, entry) != (1.0, 0.0):
                 return None
-            messages = (*system, {"role": "user", "content": entry["question"]})
+            messages = environment.asked(entry["question"], system_prompt)
             return environment.Task(name, index, split, messages, answer, info={"entry": entry})
 
         return environment.first_in_split(name, seed, split, index, draw)

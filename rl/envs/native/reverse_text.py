@@ -38,7 +38,7 @@ def build(
         def draw(number: int) -> environment.Task:
             rng = random.Random(number)
             text = "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
-            messages = ({"role": "user", "content": f"Reverse: {text}"},)
+            messages = environment.asked(f"Reverse: {text}")
             return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text)
 
         return environment.first_in_split("reverse_text", seed, split, index, draw)

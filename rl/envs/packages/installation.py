@@ -58,11 +58,11 @@ def install(
         requirements = [f"{target}=={version}"]
     if requirements:
         python = str(_venv(requirements, python))
-    python, minor, folders = json.loads(_run([python, "-c", _DESCRIBE], f"{python} is not a usable interpreter"))
+    python, minor, folders = json.loads(run([python, "-c", _DESCRIBE], f"{python} is not a usable interpreter"))
     adapter = framework
     if framework == "verifiers":
         failed = f"{target} cannot be imported in {python}; name its package with --requirement"
-        adapter = f"verifiers_{_run([python, '-c', _KIND, target, *absolute], failed).split()[-1]}"
+        adapter = f"verifiers_{run([python, '-c', _KIND, target, *absolute], failed).split()[-1]}"
     found = package_lib.Package(
         name, adapter, python, minor, tuple(folders), tuple(requirements), tuple(absolute), dict(variables or {}), kind
     )
@@ -74,15 +74,15 @@ def install(
 
 def _venv(requirements: Sequence[str], python: str) -> pathlib.Path:
     """Makes the virtual environment for these requirements, unless it exists. Returns its interpreter."""
-    minor = json.loads(_run([python, "-c", _DESCRIBE], f"{python} is not a usable interpreter"))[1]
+    minor = json.loads(run([python, "-c", _DESCRIBE], f"{python} is not a usable interpreter"))[1]
     key = hashlib.sha256(json.dumps([sorted(requirements), minor]).encode()).hexdigest()[:16]
     place = package_lib.folder() / "venvs" / key
     found, ready = place / "bin" / "python", place / "ready"
     if not ready.exists():
         shutil.rmtree(place, ignore_errors=True)
-        _run([python, "-m", "venv", str(place)], "a virtual environment cannot be made")
+        run([python, "-m", "venv", str(place)], "a virtual environment cannot be made")
         try:
-            _run([str(found), "-m", "pip", "install", "--quiet", *requirements], "pip failed; correct the requirements")
+            run([str(found), "-m", "pip", "install", "--quiet", *requirements], "pip failed; correct the requirements")
         except ValueError:
             shutil.rmtree(place)
             raise
@@ -90,10 +90,10 @@ def _venv(requirements: Sequence[str], python: str) -> pathlib.Path:
     return found
 
 
-def _run(command: Sequence[str], failed: str) -> str:
-    """Returns the output of a command. Raises ValueError with the last line of its errors."""
+def run(command: Sequence[str], failed: str, variables: Mapping[str, str] | None = None) -> str:
+    """Returns the output of a command. Raises ValueError with the text `failed` and the last line of its errors."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     except OSError as error:
         raise ValueError(f"{failed} ({error.strerror})") from error
     if done.returncode:

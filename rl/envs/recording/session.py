@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -70,6 +70,22 @@ class NotOnTape(Exception):
 
 
 Backend = Callable[[Call], Awaitable[completion_lib.Completion]]
+
+
+def scripted(tokenizer: tokenizer_lib.Tokenizer, reply: Callable[[Call], str]) -> Backend:
+    """Returns a backend that answers each call with the text of a function, in place of a model."""
+
+    async def complete(call: Call) -> completion_lib.Completion:
+        tokens = [*tokenizer.encode(reply(call)), tokenizer.eos_id][: call.max_tokens]
+        return of_tokens(tokens, tokenizer.stop_ids)
+
+    return complete
+
+
+def of_tokens(tokens: list[int], stop_ids: Collection[int]) -> completion_lib.Completion:
+    """Returns a completion of which only the tokens are known."""
+    ending = "stop" if tokens[-1] in stop_ids else "length"
+    return completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
 
 
 @dataclasses.dataclass(frozen=True)

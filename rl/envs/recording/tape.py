@@ -25,9 +25,7 @@ def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], stop_ids: Collection[in
                 raise ValueError(
                     f"the call with the prompt of {start} tokens in branch {rollout.branch} was recorded twice"
                 )
-            tokens = rollout.tokens[start:end].tolist()
-            ending = "stop" if tokens[-1] in stop_ids else "length"
-            tape[key] = completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
+            tape[key] = session_lib.of_tokens(rollout.tokens[start:end].tolist(), stop_ids)
     return tape
 
 

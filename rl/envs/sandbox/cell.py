@@ -5,15 +5,15 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
-import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import IO, Any
+
+from sharding.system import limited_process
 
 GRACE_S = 30.0  # beyond the limits of a program, and for the start
 MAX_REPLY_BYTES = 2**26
@@ -37,20 +37,22 @@ class Cell:
         if folder:
             config = config | {"folder": folder}
             os.chown(folder, config["uid"] or -1, -1)
-        self._pipe, far_end = socket.socketpair()
-        self._pipe.setblocking(False)
-        self._buffer = bytearray()
         variables = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
-        with far_end, tempfile.TemporaryFile() as errors:
-            files = {"stdin": far_end, "stdout": subprocess.DEVNULL, "stderr": errors}
-            try:
-                process = subprocess.Popen([*command, json.dumps(config)], env=variables, cwd="/", **files)
-            except OSError as error:
-                self._pipe.close()
-                raise CellEnded(str(error)) from None
-            self._errors = os.dup(errors.fileno())
-        self._end = weakref.finalize(self, _end, process, self._pipe, self._errors, folder)  # runs at exit, too
-        self._process, self._is_ready, self.num_uses = process, False, 0
+        self._errors = tempfile.TemporaryFile()
+        try:
+            self._child = limited_process.JsonProcess(
+                [*command, json.dumps(config)],
+                folder="/",
+                variables=variables,
+                output=self._errors,
+                grace_s=0.5,
+                clean=functools.partial(_clean, self._errors, folder),
+            )
+        except OSError as error:
+            raise CellEnded(str(error)) from None
+        self._child.pipe.setblocking(False)
+        self._buffer = bytearray()
+        self._is_ready, self.num_uses = False, 0
 
     async def exchange(self, request: dict, timeout_s: float, answer: Answer | None = None) -> dict:
         """Sends a request and returns the reply. Raises CellEnded.
@@ -85,26 +87,27 @@ class Cell:
 
     def end(self) -> None:
         """Ends the process and all programs in it. A second call does nothing."""
-        self._end()
+        self._child.end()
 
     @property
     def is_alive(self) -> bool:
         """True while its process runs."""
-        return self._end.alive and self._process.poll() is None
+        return self._child.is_alive
 
     async def _send(self, message: dict, timeout_s: float) -> None:
         line = json.dumps(message).encode() + b"\n"
         with _as_ended():
-            await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(self._pipe, line), timeout_s + GRACE_S)
+            sent = asyncio.get_running_loop().sock_sendall(self._child.pipe, line)
+            await asyncio.wait_for(sent, timeout_s + GRACE_S)
 
     async def _receive(self, timeout_s: float) -> dict:
         with _as_ended():
             async with asyncio.timeout(timeout_s + GRACE_S):
                 while (end := self._buffer.find(b"\n")) < 0:
-                    data = await asyncio.get_running_loop().sock_recv(self._pipe, 2**18)
+                    data = await asyncio.get_running_loop().sock_recv(self._child.pipe, 2**18)
                     self._buffer += data
                     if not data or len(self._buffer) > MAX_REPLY_BYTES:
-                        text = os.pread(self._errors, 2000, 0).decode(errors="replace").strip()
+                        text = os.pread(self._errors.fileno(), 2000, 0).decode(errors="replace").strip()
                         raise CellEnded(" | ".join(text.splitlines()[-3:]) or "its process ended")
             line, self._buffer = self._buffer[:end], self._buffer[end + 1 :]
             return json.loads(line)
@@ -118,12 +121,7 @@ def _as_ended():
         raise CellEnded(f"{type(error).__name__}: {error}") from None
 
 
-def _end(process: subprocess.Popen, pipe: socket.socket, errors: int, folder: str) -> None:
-    pipe.close()  # inside.py ends its child and itself
-    os.close(errors)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    process.kill()
-    process.wait()
+def _clean(errors: IO[bytes], folder: str) -> None:
+    errors.close()
     if folder:
         shutil.rmtree(folder, ignore_errors=True)

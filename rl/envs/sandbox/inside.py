@@ -140,7 +140,7 @@ class _Server:
     def probe(self) -> list[str]:
         """Returns the limits that do not hold, each with the reason: a child tries to exceed them."""
         limits = self._config["probe"]
-        request = {"code": self._program.PROBE, "stdin": "", "argv": [], "limits": limits}
+        request = {"code": self._program.PROBE, "stdin": "", "limits": limits}
         found = self._run(request)
         if found["stdout"] == "held\n":
             return []
@@ -315,7 +315,6 @@ class _Watch:
             "stdout": outputs[0][0],
             "stderr": outputs[1][0],
             "exit": status,
-            "timed_out": self._stopped == "time",
             "truncated": outputs[0][1] or outputs[1][1],
             "stopped": self._stopped,
             "cpu_s": cpu_s,

@@ -4,7 +4,7 @@ A worker ends a program after `cpu_s`, and a validator, whose machine may be slo
 is that of rl/envs/scoring/scorer.py). A program near the limit may so end on one of them only. `measured` finds these programs:
 
     >>> with measured() as times:
-    ...     note(Result("", "", None, timed_out=True, cpu_s=0.1), Limits())
+    ...     note(Result("", "", None, stopped="time", cpu_s=0.1), Limits())
     >>> times.is_slow
     True
 """
@@ -50,9 +50,8 @@ class Result:
     stdout: str
     stderr: str  # of a session: "", because both are in `stdout`, in their order
     exit: int | None  # status; negative: the signal that ended it; None: it was ended at a limit
-    timed_out: bool = False  # CPU seconds, or time by the clock
     truncated: bool = False  # a part in the middle of the output was left out
-    # the limit at which it was ended: "time", "output", "files", "lost" (the sandbox itself ended), or ""
+    # the limit at which it was ended: "time" (CPU seconds, or by the clock), "output", "files", "lost" (the sandbox itself ended), or ""
     stopped: str = ""
     cpu_s: float = 0.0
     values: dict = dataclasses.field(default_factory=dict)  # of a session: the variables that it watches
@@ -100,4 +99,4 @@ def note(result: Result, limits: Limits) -> None:
     """Records the time of a program for `measured`."""
     times = _TIMES.get()
     if times is not None:
-        times.largest = max(times.largest, 1.0 if result.timed_out else 0.0, result.cpu_s / limits.cpu_s)
+        times.largest = max(times.largest, 1.0 if result.stopped == "time" else 0.0, result.cpu_s / limits.cpu_s)

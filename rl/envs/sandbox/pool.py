@@ -51,11 +51,9 @@ class Pool:
             weakref.WeakKeyDictionary()
         )
 
-    async def run(
-        self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None, argv: Sequence[str] = ()
-    ) -> limits_lib.Result:
+    async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> limits_lib.Result:
         """Runs a Python program and returns its output and status. `files` are in its current folder, by relative name."""
-        request = {"do": "run", "code": code, "stdin": stdin, "files": _checked(files), "argv": [*argv]}
+        request = {"do": "run", "code": code, "stdin": stdin, "files": _checked(files)}
         for _ in range(2):
             async with self._turn():
                 try:
@@ -86,11 +84,6 @@ class Pool:
         """
         request = {"do": "open", "values": dict(values or {}), "files": _checked(files), "watched": [*watched]}
         return Session(self, request | {"functions": [*(functions or ())]}, dict(functions or {}))
-
-    def warm(self, count: int) -> None:
-        """Starts cells until `count` are idle. Does not wait for them."""
-        while len(self._idle) < count:
-            self._idle.append(self.backend.start(self.limits))
 
     def close(self) -> None:
         """Ends all idle cells."""

@@ -220,7 +220,7 @@ def _let_waits_pass(slept_s: list[float]) -> None:
 def run_program(request: dict, control: int) -> None:
     """Runs one program and ends this process with its status."""
     sys.stdin, sys.stdout, sys.stderr = _text_file(0, "rb"), _text_file(1, "wb"), _text_file(2, "wb")
-    sys.argv = ["main.py", *request["argv"]]
+    sys.argv = ["main.py"]
     try:
         status = _run(request["code"], "main.py", _namespace("main.py"), False)
         for thread in threading.enumerate():

@@ -43,7 +43,7 @@ PATIENCE_S = 1.0  # how long to wait for a busy child before another is started
 MAX_KINDS = 16  # of errors that are reported
 MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
 MAX_GROWTH_BYTES = 2**30  # of address space, from when the environment is loaded
-COMMAND = ("-m", "rl.envs.scoring.scorer")
+COMMAND, REMEDY = ("-m", "rl.envs.scoring.scorer"), "fix the environment or env.options"
 Child = limited_process.LimitedProcess
 Log = Callable[[str], None]
 
@@ -55,6 +55,20 @@ class Scored:
     scores: dict[str, float]
     cpu_s: float
     in_time: bool = True
+
+
+class FirstErrors:
+    """Reports the first error of each kind in the code of an environment, by calling `on_error` with a line of text."""
+
+    def __init__(self, on_error: Log):
+        self._on_error, self._kinds = on_error, set()
+
+    def report(self, found: str, error: str) -> None:
+        """Reports an error, unless there was one of its kind. `found` says what failed, and where."""
+        kind = error.partition(":")[0][:80]
+        if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
+            self._kinds.add(kind)
+            self._on_error(f"{found}: {error} (rl.score_errors; metric rollout/score_error_frac)")
 
 
 class Scorer:
@@ -83,15 +97,11 @@ class Scorer:
         on_error: Log = cli.note,
         digest: str = "",
     ):
-        self.limit_s, self._max_failures, self._on_error = limit_s, max_failures, on_error
-        title, remedy = f"the scorer of environment {name}", "fix the environment or env.options"
-        with contextlib.suppress(ValueError):  # which the child reports
-            name, options = catalog.locate(name, options)  # a child has another current directory
-        config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
-        child = functools.partial(limited_process.LimitedProcess, COMMAND, config, title=title, remedy=remedy)
+        self.limit_s, self._max_failures, self._errors = limit_s, max_failures, FirstErrors(on_error)
+        title, config = f"the scorer of environment {name}", config_of_child(name, options, seed, limit_s, digest)
+        child = functools.partial(limited_process.LimitedProcess, COMMAND, config, title=title, remedy=REMEDY)
         self._children = [child(sandbox_mode=sandbox) for _ in range(max_children)]
         self._free, self._changed = list(self._children), threading.Condition()
-        self._reported: set[str] = set()
 
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
         """Scores the completions of a task and returns one result each. Blocks. Raises ValueError if the environment itself is broken."""
@@ -147,7 +157,9 @@ class Scorer:
         failed = {}
         if errors := [error for scores, _, error in reply if scores is None]:
             failed = self._zeros(child, task, errors[0]) | {"error": 1.0}
-            self._report(task, errors)
+            for error in errors:
+                place = f"{task.split} task {task.index}"
+                self._errors.report(f"environment {task.env} could not score a completion of {place}", error)
         return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply]
 
     def _zeros(self, child: Child, task: environment.Task, error: str = "it takes too much time or memory") -> dict:
@@ -173,15 +185,20 @@ class Scorer:
             raise ValueError(reply["error"])
         return scored or []
 
-    def _report(self, task: environment.Task, errors: list[str]) -> None:
-        for error in errors:
-            kind = error.partition(":")[0]
-            if kind not in self._reported and len(self._reported) < MAX_KINDS:
-                self._reported.add(kind)
-                self._on_error(
-                    f"environment {task.env} could not score a completion of {task.split} task {task.index}: {error} "
-                    "(rl.score_errors; metric rollout/score_error_frac)"
-                )
+
+def config_of_child(name: str, options: dict, seed: int, limit_s: int, digest: str) -> dict:
+    """Returns the config of a child process that runs code of an environment (`load_in_child`)."""
+    with contextlib.suppress(ValueError):  # which the child reports
+        name, options = catalog.locate(name, options)  # a child has another current directory
+    return {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
+
+
+def load_in_child(config: dict) -> environment.Environment:
+    """Returns the environment of a child's config. Raises ValueError for code or data of another digest, and as `catalog.load`."""
+    name, options = config["name"], config["options"]
+    if config["digest"] and catalog.digest(name, options) != config["digest"]:
+        raise ValueError("its code or data has changed since the run began")
+    return catalog.load(name, seed=config["seed"], **options)
 
 
 def numbers(scores: dict) -> dict[str, float]:
@@ -233,18 +250,12 @@ def main(config_json: str) -> int:
             return {"error": str(error)}
         return {"scored": _score(made[0], task, request["completions"], config["limit_s"])}
 
-    def load() -> None:
-        name, options = config["name"], config["options"]
-        if config["digest"] and catalog.digest(name, options) != config["digest"]:
-            raise ValueError("its code or data has changed since the run began")
-        made.append(catalog.load(name, seed=config["seed"], **options))
-
     def describe(error: BaseException) -> str:
         return "scoring an empty completion: " * len(made) + user_code.describe(error)
 
     return limited_process.serve(
         config,
-        load=load,
+        load=lambda: made.append(load_in_child(config)),
         rehearse=lambda: numbers(_score_of(made[0])(make_task(0, "train"), "")),
         answer=answer,
         max_growth_bytes=MAX_GROWTH_BYTES,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl.evaluation import annotation, comparison, scores
+from rl.evaluation import comparison, scores
 
 
 def tasks(*rewards, clusters=None, envs=None):
@@ -156,7 +156,7 @@ def test_the_leaderboard_begins_with_the_best():
 def test_pass_rates_are_by_content():
     row = lambda task, sample, reward: {"task": task, "key": f"key of {task[0]}", "sample": sample, "reward": reward}  # noqa: E731
     rows = [row("a1", 0, 1.0), row("a1", 1, 0.5), row("a2", 0, 1.0), row("b1", 0, 0.0)]
-    a, b = annotation.of_rows(reversed(rows))
+    a, b = scores.pass_rates(reversed(rows))
     assert (a["key"], a["num_samples"], a["num_passed"], a["task"]) == ("key of a", 3, 2, "a1")
     assert b["rate"] == 0 and b["high"] == pytest.approx(scores.wilson(0, 1)[1])
-    assert annotation.summary([a, b]) == "2 tasks, mean pass rate 0.333: 1 never passed, 0 always"
+    assert scores.shown_rates([a, b]) == "2 tasks, mean pass rate 0.333: 1 never passed, 0 always"

@@ -228,7 +228,7 @@ def test_all_processes_render_with_the_variables_of_the_run(tmp_path, monkeypatc
     exp = experiment.resolve(c)
     with workdir.open_workdir(tmp_path / "run", exp) as run, workdir.publisher(run, exp, hosts.ALONE) as publisher:
         publisher.publish(tiny.params(exp.model, 0), 0, metadata=exp.broadcast_metadata)
-    described = json.loads(json.dumps(generate._description(exp, [])))
+    described = json.loads(json.dumps(generate.described(exp, [])))
     later = completed(run)
     server = startup.prepare(str(run / "weights"), exp.engine)
     saved = config_dict.ConfigDict(workdir.saved_config(run))

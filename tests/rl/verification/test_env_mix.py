@@ -126,16 +126,7 @@ def test_rules_of_one_environment_are_unchanged():
 
 def test_a_worker_loads_the_environments_that_the_run_describes(exp, tmp_path):
     """Names, options, digests, and lengths arrive as the orchestrator sends them; a changed digest or name is refused."""
-    entries = env_mix.entries(exp.config)
-    own = {key: {name: getattr(one, name) for name in env_mix.SENT} for key, one in entries.items()}
-    body = {
-        "env": {"name": "digits, letters", "digest": exp.config.env.digest, "options": {}, "seed": 0},
-        "envs": own,
-        "tokenizer": "byte_chatml",
-        "tokenizer_date": "2026-01-01",
-        "servers": [],
-        "sampling": {"max_tokens": 12, "top_k": 0},
-    }
+    body = env_mix.described(exp.config) | {"tokenizer": "byte_chatml", "servers": []}
     runs = worker.read_runs(body, "off", ())
     assert {key: (run.env.name, run.sampling["max_tokens"]) for key, run in runs.items()} == {
         "letters": ("letters", 9),
@@ -148,6 +139,6 @@ def test_a_worker_loads_the_environments_that_the_run_describes(exp, tmp_path):
         ({"name": "no_such"}, "environment 'no_such' does not exist"),
     ):
         with pytest.raises(ValueError, match=words):
-            worker.read_runs(body | {"envs": own | {"digits": own["digits"] | change}}, "off", ())
+            worker.read_runs(body | {"envs": body["envs"] | {"digits": body["envs"]["digits"] | change}}, "off", ())
     with pytest.raises(ValueError, match="orchestrator"):
         worker.read_runs(body | {"envs": {"digits": 3}}, "off", ())

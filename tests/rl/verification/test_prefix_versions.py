@@ -74,7 +74,7 @@ def world(tmp_path_factory):
         broadcast.publish(tiny.params(exp.model, version), version, root, options, metadata=metadata)
 
     async def played(url, swap):
-        run = worker.read_runs(generate._description(exp, [url]) | {"server_keys": {url: SERVER.worker}}, "off", None)
+        run = worker.read_runs(generate.described(exp, [url]) | {"server_keys": {url: SERVER.worker}}, "off", None)
         own = run[""]
         try:
             async with Swapping([url], swap, group.num_samples, keys=own.server_keys, run=RUN) as client:

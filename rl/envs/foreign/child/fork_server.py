@@ -1,10 +1,10 @@
 """Runs episodes of a foreign environment: loads it once, and forks a process for each episode. Imports nothing of ours.
 
-    PYTHONHASHSEED=0 /path/to/venv/bin/python fork_server.py FD CONFIG
+    PYTHONHASHSEED=0 /path/to/venv/bin/python fork_server.py CONFIG
 
 1. The configuration names an adapter, which is a file of this folder, and a function or package for it. `random` and NumPy are seeded
    before the environment is loaded: a published one drew its tasks from the global generator.
-2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url"}}, or {"stop": ID}.
+2. A request on standard input, a socket, is a line of JSON: {"run": {"id", "index", "split", "base_url"}}, or {"stop": ID}.
 3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task, and with a network and
    processes of its own if the configuration has the unix socket of the model's endpoint. So episodes share no state, and one that hangs,
    ends its process, or replies too much is lost alone.
@@ -48,8 +48,9 @@ def main() -> int:
     """Serves the socket of the parent until it closes. Returns the exit status."""
     sys.path.pop(0)  # this folder, which must not hide a package
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-    channel, config = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
-    channel.set_inheritable(False)
+    channel, config = socket.socket(fileno=os.dup(0)), json.loads(sys.argv[1])
+    with open(os.devnull, "rb") as empty:  # the environment's code has an empty standard input, and not the socket
+        os.dup2(empty.fileno(), 0)
     sys.path += config["paths"]
     os.environ.update(OPENAI_BASE_URL=UNSET_URL, OPENAI_API_KEY="intellax")
     try:

@@ -37,7 +37,7 @@ def build(
         raise ValueError(f"properties={properties}, turns={turns}; choose 1 to {len(PROPERTIES)}, and at least 1")
     if user not in USERS:
         raise ValueError(f"env.options.user = {user!r}; choose one of {', '.join(USERS)}")
-    names, system = [*PROPERTIES][:properties], ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    names = [*PROPERTIES][:properties]
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
@@ -45,7 +45,7 @@ def build(
             wishes = {name: rng.choice(PROPERTIES[name]) for name in names}
             # The number separates the splits; all else of the prompt is equal.
             content = f"Booking {rng.randrange(10**6)}: {' '.join(names)}?"
-            messages = (*system, {"role": "user", "content": content})
+            messages = environment.asked(content, system_prompt)
             answer = " ".join(["order", *wishes.values()])
             return environment.Task("user_sim", index, split, messages, answer, info={"wishes": wishes})
 

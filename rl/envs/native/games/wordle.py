@@ -9,15 +9,21 @@
 4. `letters`, `words`, and `guesses` make a smaller game, as for a model of 0.6 M parameters.
 
 All games have the same rules, so a number in the prompt separates training and held-out tasks. It does not determine the secret.
+
+words.txt has common English words of 3, 4, and 5 letters in a fixed random order: a game with fewer words takes the first. They were written
+down for this project from everyday vocabulary, after no published list.
 """
 
+import pathlib
 import random
 import re
 from collections.abc import Sequence
 
 from rl.envs.interface import environment, episode
-from rl.envs.native.games import words as word_lists
 
+DATA_FILES = (pathlib.Path(__file__).with_name("words.txt"),)  # a part of the code in its digest
+ALL_WORDS = DATA_FILES[0].read_text().split()
+WORDS = {letters: [word for word in ALL_WORDS if len(word) == letters] for letters in (3, 4, 5)}
 INSTRUCTION = (
     "You are a competitive game player. Guess a secret word. After each guess you read for each letter G (right), Y (in the word, but "
     "not there), or X (not in the word). Think step by step, then give your guess in the form <guess>[word]</guess>."
@@ -32,25 +38,22 @@ def build(
 
     Raises ValueError for lengths without a list, and for numbers out of range.
     """
-    if letters not in word_lists.WORDS:
-        known = ", ".join(map(str, word_lists.WORDS))
+    if letters not in WORDS:
+        known = ", ".join(map(str, WORDS))
         raise ValueError(f"env.options.letters = {letters}; choose one of {known}")
-    known = word_lists.WORDS[letters]
+    known = WORDS[letters]
     if not 0 <= words <= len(known) or words == 1:
         raise ValueError(f"env.options.words = {words}; choose 2 to {len(known)}, or 0 for all")
     if not 1 <= guesses <= 100:
         raise ValueError(f"env.options.guesses = {guesses}; choose 1 to 100")
-    secrets, system = (
-        known[: words or len(known)],
-        ({"role": "system", "content": system_prompt},) * bool(system_prompt),
-    )
+    secrets = known[: words or len(known)]
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
             rng = random.Random(number)
             secret, game = rng.choice(secrets), rng.randrange(10**6)
             prompt = f"Game {game}: {letters} letters, {guesses} guesses."
-            messages = (*system, {"role": "user", "content": prompt})
+            messages = environment.asked(prompt, system_prompt)
             return environment.Task("wordle", index, split, messages, _guess(secret), info={"secret": secret})
 
         return environment.first_in_split("wordle", seed, split, index, draw)

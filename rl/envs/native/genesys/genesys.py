@@ -1,6 +1,6 @@
 """The environment "genesys": tasks of your own file in the format of SYNTHETIC-1 and SYNTHETIC-2, each scored by its type.
 
-1. A row is a `schema.Task`, in a file that rl/data/sources.py reads. checks.py has the scores of the types with texts.
+1. A row is a `Task`, in a file that rl/data/sources.py reads. Fields that a JSON column holds as a text are parsed. checks.py has the scores of the types with texts.
 2. verifiable_code, prime_rl_code, and deepcoder run the last block of Python on test cases in a sandbox: the reward is the fraction that passes, or,
    for prime_rl_code and deepcoder, 1 if all pass. Only Python: other languages need compilers.
 3. llm_judgeable_groundtruth_similarity asks the model itself, in a call that does not train, for a score from 1 to 100.
@@ -9,14 +9,17 @@
 Held-out tasks are those whose prompt has the hash 0 modulo 16.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pydantic
+
 from rl.data import sources
 from rl.envs.interface import environment, episode
-from rl.envs.native.genesys import checks, schema
-from rl.envs.native.programs import blocks, grading
+from rl.envs.native.genesys import checks
+from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 from sharding.system import text as text_lib
@@ -37,6 +40,36 @@ Response:
 {response}"""
 
 
+class Task(pydantic.BaseModel):
+    """A problem with the data that verifies a response to it."""
+
+    problem_id: str
+    source: str = ""
+    task_type: str
+    in_source_id: str | None = None
+    prompt: str
+    gold_standard_solution: str | None = None
+    verification_info: dict[str, Any] = pydantic.Field(default_factory=dict)
+    metadata: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+    @pydantic.field_validator("verification_info", "metadata", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        if value is None or value == "":
+            return {}
+        return json.loads(value) if isinstance(value, str) else value
+
+
+class Response(Task):
+    """A task with one answer of a model."""
+
+    llm_response: str
+    response_id: str
+    model_name: str
+    generation_config: dict[str, Any] = pydantic.Field(default_factory=dict)
+    machine_info: dict[str, Any] | None = None
+
+
 def build(
     *, path: str = "", types: str = "", tests: int = 15, test_s: float = 1.0, seed: int = 0
 ) -> environment.Environment:
@@ -52,11 +85,11 @@ def build(
         if name not in TYPES:
             found = f"env.options.types: task type {name!r} is unknown{text_lib.hint(name, TYPES)}"
             raise ValueError(f"{found}; choose from {', '.join(TYPES)}")
-    tasks: list[schema.Task] = []
+    tasks: list[Task] = []
     for own in sources.read(path).values():
         for number in range(len(own)):
             try:
-                task = schema.task_of(own[number])
+                task = task_of(own[number])
                 if wanted and task.task_type not in wanted:
                     continue
                 _check(task)
@@ -77,12 +110,12 @@ def build(
         return _scores(_of_text(task.info["row"], completion))
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
-        row: schema.Task = task.info["row"]
+        row: Task = task.info["row"]
         try:
             text = (await model.chat(task.messages)).text
             if row.task_type in CODE:
                 assert pool is not None
-                cases, code = cases_of(row.verification_info)[:tests], blocks.last(text)
+                cases, code = cases_of(row.verification_info)[:tests], grading.last_block(text)
                 stops = CODE[row.task_type]
                 passed = await grading.count_passed(pool, code, cases, stops=stops) if code else 0
                 return _scores(float(passed == len(cases)) if stops else passed / len(cases))
@@ -102,6 +135,17 @@ def build(
     return environment.Environment(
         "genesys", make_task, num_tasks=num_tasks, play=play, kind=kind, num_held_out=num_held_out
     )
+
+
+def task_of(row: Mapping[str, Any]) -> Task:
+    """Returns the task in a row; other fields are left out. Raises ValueError with the field that is wrong."""
+    try:
+        return Task(**{name: row[name] for name in Task.model_fields if name in row})
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"field {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except ValueError as error:  # of JSON in a text
+        raise ValueError(f"verification_info or metadata is not JSON ({error})") from None
 
 
 def cases_of(info: Mapping[str, Any]) -> Sequence[grading.Test]:
@@ -125,7 +169,7 @@ def cases_of(info: Mapping[str, Any]) -> Sequence[grading.Test]:
     return found
 
 
-def _check(task: schema.Task) -> None:
+def _check(task: Task) -> None:
     if task.task_type in CODE:
         cases_of(task.verification_info)
     elif task.task_type == JUDGED:
@@ -138,7 +182,7 @@ def _check(task: schema.Task) -> None:
         raise ValueError(f"{found}; set env.options.types, or use {', '.join(TYPES)}")
 
 
-def _of_text(row: schema.Task, completion: str) -> float:
+def _of_text(row: Task, completion: str) -> float:
     completion = completion if len(completion) <= checks.MAX_CHARS else ""
     return checks.SCORES[row.task_type](completion, row.verification_info)
 

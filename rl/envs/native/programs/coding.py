@@ -14,7 +14,7 @@ import random
 
 from rl.data import sources
 from rl.envs.interface import environment, episode
-from rl.envs.native.programs import blocks, code_tasks, grading
+from rl.envs.native.programs import code_tasks, grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -29,7 +29,6 @@ def build(
     tests: int = 15,
     test_s: float = 1.0,
     reward: str = "all",
-    memory_mb: int = 512,
     system_prompt: str = INSTRUCTION,
     seed: int = 0,
 ) -> environment.Environment:
@@ -39,14 +38,13 @@ def build(
     """
     if reward not in REWARDS or tests < 1:
         raise ValueError(f"reward={reward!r}, tests={tests}; choose one of {', '.join(REWARDS)}, and at least 1 test")
-    limits = limits_lib.Limits(cpu_s=test_s, memory_bytes=memory_mb * 2**20, output_bytes=OUTPUT_BYTES)
+    limits = limits_lib.Limits(cpu_s=test_s, output_bytes=OUTPUT_BYTES)
     pool = pool_lib.shared(limits)
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
     rows = _read(pathlib.Path(path)) if path else {}
 
     def task_of(made: code_tasks.Made, index: int, split: str) -> environment.Task:
-        messages = (*system, {"role": "user", "content": made.prompt})
-        answer, decoy = (blocks.of(text) if text else "" for text in (made.solution, made.decoy))
+        messages = environment.asked(made.prompt, system_prompt)
+        answer, decoy = (grading.block(text) if text else "" for text in (made.solution, made.decoy))
         return environment.Task("code", index, split, messages, answer, decoy, {"tests": made.tests[:tests]})
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -61,7 +59,7 @@ def build(
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         hidden = task.info["tests"]
         try:
-            code = blocks.last((await model.chat(task.messages)).text)
+            code = grading.last_block((await model.chat(task.messages)).text)
         except episode.BudgetSpent:
             code = None
         passed = await grading.count_passed(pool, code, hidden, stops=reward == "all") if code else 0

@@ -1,4 +1,4 @@
-"""Runs a program of the model on hidden tests, in order, and counts those that pass.
+"""Finds the program in a message of the model, runs it on hidden tests, in order, and counts those that pass.
 
 | test | passes if |
 |---|---|
@@ -11,6 +11,7 @@ the assertion, for instance by a value that is equal to all others.
 """
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 
 from rl.envs.sandbox import limits as limits_lib
@@ -18,6 +19,19 @@ from rl.envs.sandbox import pool as pool_lib
 
 Test = Mapping[str, str] | str
 MAX_REPR_CHARS = 10_000
+MAX_CODE_CHARS = 2**16  # of a program
+_BLOCK = re.compile(r"^```[ \t]*(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def last_block(text: str) -> str | None:
+    """Returns the last block of Python, or without a language, in a message; None if it has none, or one of more than MAX_CODE_CHARS."""
+    found = [code for language, code in _BLOCK.findall(text) if language.lower() in ("", "python", "py", "python3")]
+    return found[-1] if found and len(found[-1]) <= MAX_CODE_CHARS else None
+
+
+def block(code: str) -> str:
+    """Returns a message with a program."""
+    return f"```python\n{code.strip()}\n```"
 
 
 async def count_passed(

@@ -8,16 +8,15 @@
 4. Long output is shortened in its middle, always in the same way, and a program that is ended at a limit has none.
 """
 
-import dataclasses
 import math
 import pathlib
 import random
 from collections.abc import Sequence
 
 from rl.data import sources
-from rl.envs.interface import environment, episode, protocols, tools
+from rl.envs.interface import environment, episode, tools
 from rl.envs.native import numerals
-from rl.envs.native.programs import blocks
+from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -50,17 +49,17 @@ def build(
     `turns`: messages of the model, the answer included. The default of `system_prompt` depends on the protocol; "" leaves it out. Raises
     ValueError for a malformed file, options out of range, and a machine where no sandbox works.
     """
-    protocols.check(protocol, turns)
+    tools.check_protocol(protocol, turns)
     if kind not in ("all", *KINDS):
         raise ValueError(f"env.options.kind = {kind!r}; choose all, or one of {', '.join(KINDS)}")
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     rows = _read(pathlib.Path(path)) if path else {}
-    tool = tools.of(python)
+    offered = [tools.of(python)] if protocol == "tools" else []
 
     def make_task(index: int, split: str) -> environment.Task:
         def task(question: str, answer: str, code: str) -> environment.Task:
-            messages = (*system, {"role": "user", "content": question})
+            messages = environment.asked(question, instruction)
             return environment.Task("python_tool", index, split, messages, f"Answer: {answer}", info={"code": code})
 
         if rows:
@@ -73,24 +72,30 @@ def build(
         played = [m for m in messages[len(task.messages) :] if m["role"] == "assistant"]
         is_over = bool(played) and not played[-1].get("tool_calls")
         last = (played[-1]["content"] or "") if is_over else ""
-        if protocol == "text" and blocks.last(last) is not None:
+        if protocol == "text" and grading.last_block(last) is not None:
             last = ""
         number = numerals.last(last[-1000:])
         right = numerals.expected(task.answer).equals(number)
         return {"reward": float(right), "turns": float(len(played)), "has_answer": float(number is not None)}
 
-    async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
-        async with pool.session() as session:
-            state = _State(session)
-            if protocol == "text":
-                return score(task, await _converse(task, model, state, turns), state)
-            return await episode.conversation(
-                score=score, tools=[tool], initial_state=lambda task: state, max_turns=turns
-            )(task, model)
+    async def reply(task: environment.Task, messages: Sequence[dict], state: pool_lib.Session) -> list[dict] | None:
+        code = grading.last_block(messages[-1]["content"] or "") if protocol == "text" else None
+        return None if code is None else [{"role": "user", "content": await python(code, state)}]
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return _demonstration(task, rng, is_decoy, protocol, tool.schema)
+        """Computes the answer in a program; a decoy guesses."""
+        code, answer, ran = task.info["code"], task.answer, []
+        if is_decoy:
+            answer = f"Answer: {rng.randint(0, 99)}"
+        else:
+            result = answer.removeprefix("Answer: ")
+            ran = tools.step(protocol, 0, grading.block(code), "python", {"code": code}, result)
+        messages = [*task.messages, *ran, {"role": "assistant", "content": answer}]
+        return {"messages": messages, "tools": [tool.schema for tool in offered]}
 
+    play = episode.conversation(
+        score=score, reply=reply, tools=offered, initial_state=lambda task: pool.session(), max_turns=turns
+    )
     num_tasks = len(rows["train"]) if rows else 0
     show = demonstrate if not rows else None
     return environment.Environment(
@@ -98,19 +103,14 @@ def build(
     )
 
 
-@dataclasses.dataclass
-class _State:
-    session: pool_lib.Session
-
-
-async def python(code: str, state: _State) -> str:
+async def python(code: str, state: pool_lib.Session) -> str:
     """Runs Python code and returns its output, and the value of its last expression. Variables stay between calls.
 
     Args:
       code: lines of Python, without files, network, and other programs.
       state: of the episode.
     """
-    return shown(await state.session.execute(code))
+    return shown(await state.execute(code))
 
 
 def shown(result: limits_lib.Result) -> str:
@@ -120,21 +120,6 @@ def shown(result: limits_lib.Result) -> str:
     if result.exit and not result.stdout:
         return f"error: the program ended with status {result.exit}"
     return result.stdout.rstrip("\n") or "(no output)"
-
-
-async def _converse(task: environment.Task, model: episode.Model, state: _State, turns: int) -> list[dict]:
-    """Plays an episode of the protocol "text" and returns its messages."""
-    messages = [*task.messages]
-    for _ in range(turns):
-        try:
-            reply = await model.chat(messages)
-        except episode.BudgetSpent:
-            break
-        messages.append(reply.message)
-        if (code := blocks.last(reply.text)) is None:
-            break
-        messages.append({"role": "user", "content": await python(code, state)})
-    return messages
 
 
 def _question(number: int, kind: str) -> tuple[str, str, str]:
@@ -169,18 +154,6 @@ def _question(number: int, kind: str) -> tuple[str, str, str]:
     }
     question, answer, code = questions[rng.choice(KINDS) if kind == "all" else kind]
     return question, str(answer), code
-
-
-def _demonstration(task: environment.Task, rng: random.Random, is_decoy: bool, protocol: str, schema: dict) -> dict:
-    """Computes the answer in a program; a decoy guesses."""
-    code, answer, ran = task.info["code"], task.answer, []
-    if is_decoy:
-        answer = f"Answer: {rng.randint(0, 99)}"
-    else:
-        result = answer.removeprefix("Answer: ")
-        ran = protocols.step(protocol, 0, blocks.of(code), "python", {"code": code}, result)
-    messages = [*task.messages, *ran, {"role": "assistant", "content": answer}]
-    return {"messages": messages, "tools": [schema] if protocol == "tools" else []}
 
 
 def _read(path: pathlib.Path) -> dict[str, list[tuple[str, str]]]:

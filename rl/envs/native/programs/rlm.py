@@ -7,8 +7,7 @@
    With `sub_tools`, the sub-models may call `read(first, last)`, which returns lines of the context.
 3. The answer is the variable `answer`, {"ready": False, "content": ""}. The code may edit it often; the episode ends when it is ready, or
    with a message without code. `done(value)` is short for both.
-4. The reward is 1 if the content is the right one. Sub-calls are calls of the episode: they are recorded, verified, and, with
-   `sub_trains`, trained on.
+4. The reward is 1 if the content is the right one. Sub-calls are calls of the episode: they are recorded, verified, and trained on.
 
 Generated tasks: "count" asks for the number of lines with a letter and a word, "needle" for the number in one line, "classify" for the
 number of lines about animals, which needs judgment. Small contexts, such as lines=8, words=4, and system_prompt="" suit a tiny model.
@@ -20,7 +19,7 @@ import random
 from collections.abc import Sequence
 
 from rl.envs.interface import environment, episode, tools
-from rl.envs.native.programs import blocks, python_tool
+from rl.envs.native.programs import grading, python_tool
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -44,9 +43,7 @@ class Options:
     turns: int
     depth: int
     sub_turns: int
-    sub_tokens: int
     sub_tools: bool
-    sub_trains: bool
     max_prompts: int  # of one call of `llm_batch`
 
 
@@ -58,9 +55,7 @@ def build(
     turns: int = 6,
     depth: int = 1,
     sub_turns: int = 3,
-    sub_tokens: int = 0,
     sub_tools: bool = False,
-    sub_trains: bool = True,
     max_prompts: int = 256,
     run_s: float = 1.0,
     output_bytes: int = 2048,
@@ -69,8 +64,7 @@ def build(
 ) -> environment.Environment:
     """Builds the environment of contexts with `lines` lines of a letter, one of `words` words, and a number.
 
-    `sub_tokens` limits each answer to a sub-call; 0: the run's limit. In `system_prompt`, {chars} is the length of the context. Raises
-    ValueError for options out of range, and a machine where no sandbox works.
+    In `system_prompt`, {chars} is the length of the context. Raises ValueError for options out of range, and a machine where no sandbox works.
     """
     if not 2 <= words <= len(ANIMALS + THINGS):
         raise ValueError(f"words={words}; choose 2 to {len(ANIMALS + THINGS)}")
@@ -78,15 +72,14 @@ def build(
         given = f"kind={kind!r}, lines={lines}, turns={turns}, depth={depth}, sub_turns={sub_turns}, max_prompts={max_prompts}"
         raise ValueError(f"{given}; choose one of {', '.join(KINDS)}, at least 2 lines, depth 0, and 1 of the others")
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    options = Options(turns, depth, sub_turns, sub_tokens, sub_tools, sub_trains, max_prompts)
+    options = Options(turns, depth, sub_turns, sub_tools, max_prompts)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
             query, context, content, code, decoy = _drawn(kind, lines, words, random.Random(number))
-            system = ({"role": "system", "content": system_prompt.replace("{chars}", str(len(context)))},)
-            messages = (*system * bool(system_prompt), {"role": "user", "content": query})
+            messages = environment.asked(query, system_prompt.replace("{chars}", str(len(context))))
             info = {"context": context, "content": content}
-            return environment.Task("rlm", index, split, messages, blocks.of(code), blocks.of(decoy), info)
+            return environment.Task("rlm", index, split, messages, grading.block(code), grading.block(decoy), info)
 
         return environment.first_in_split(f"rlm/{kind}", seed, split, index, draw)
 
@@ -143,7 +136,7 @@ class _Root:
                     reply = await self._model.chat(messages, number=number)
                     self.num_turns += 1
                     messages.append(reply.message)
-                    if (code := blocks.last(reply.text)) is None:
+                    if (code := grading.last_block(reply.text)) is None:
                         break
                     if not session.is_open:  # at first, and after a limit
                         await session.execute(SETUP)
@@ -176,13 +169,7 @@ class _Root:
         offered = [tools.of(read)] if self._options.sub_tools else []
         messages: list[dict] = [{"role": "user", "content": prompt}]
         for _ in range(self._options.sub_turns):
-            reply = await self._model.chat(
-                messages,
-                tools=[tool.schema for tool in offered],
-                max_tokens=self._options.sub_tokens or None,
-                number=number,
-                trains=self._options.sub_trains,
-            )
+            reply = await self._model.chat(messages, tools=[tool.schema for tool in offered], number=number)
             if not (calls := reply.message.get("tool_calls")) or not offered:
                 return reply.text
             messages += [reply.message, *await tools.results(offered, calls)]

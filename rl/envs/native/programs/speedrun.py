@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 
 from rl.envs.interface import environment, episode
-from rl.envs.native.programs import blocks
+from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -82,7 +82,6 @@ class Corpus:
 def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0) -> environment.Environment:
     """Builds the environment. Raises ValueError on a machine where no sandbox works."""
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=256))
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
     record = RECORD.format(momentum=MOMENTUM, rate=RATE)
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -99,14 +98,16 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
                 target=corpus.target,
             )
             info = {"corpus": corpus, "most": most, "best": best}
-            messages = (*system, {"role": "user", "content": text})
-            return environment.Task("speedrun", index, split, messages, blocks.of(record), blocks.of(PLAIN), info)
+            messages = environment.asked(text, system_prompt)
+            return environment.Task(
+                "speedrun", index, split, messages, grading.block(record), grading.block(PLAIN), info
+            )
 
         return environment.first_in_split("speedrun", seed, split, index, draw)
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         try:
-            code = blocks.last((await model.chat(task.messages)).text)
+            code = grading.last_block((await model.chat(task.messages)).text)
         except episode.BudgetSpent:
             code = None
         most, best = task.info["most"], task.info["best"]

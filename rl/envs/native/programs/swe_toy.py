@@ -8,9 +8,9 @@
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from rl.envs.interface import environment, episode, protocols, tools
+from rl.envs.interface import environment, episode, tools
 from rl.envs.native.programs import grading, python_tool, repository
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
@@ -25,50 +25,50 @@ MAX_FILE_CHARS = 2**16
 
 
 class Repository:
-    """The files of an episode, and the tools that read and change them."""
+    """The files of an episode."""
 
     def __init__(self, made: repository.Made, pool: pool_lib.Pool):
-        self.files, self._pool = dict(made.files), pool
-        self._tests = self.files["test_shop.py"]
+        self.files, self.pool = dict(made.files), pool
 
-    def read(self, path: str) -> str:
-        """Returns the text of a file.
-
-        Args:
-          path: of the file, as in the list of files.
-        """
-        return self._text(path)
-
-    def edit(self, path: str, old: str, new: str) -> str:
-        """Replaces a text that occurs once in a file.
-
-        Args:
-          path: of the file, as in the list of files.
-          old: the text to replace.
-          new: the text to write instead.
-        """
-        text = self._text(path)
-        if not old or (count := text.count(old)) != 1:
-            raise ValueError(f"the old text occurs {count if old else 0} times in {path}; give one that occurs once")
-        if len(text) + len(new) > MAX_FILE_CHARS:
-            raise ValueError(f"the file has more than {MAX_FILE_CHARS} characters then; write less")
-        self.files[path] = text.replace(old, new)
-        return "edited"
-
-    async def run_tests(self) -> str:
-        """Runs the tests and returns their output."""
-        result = await self._pool.run(RUN, files=self.files)
-        return python_tool.ENDED.get(result.stopped, "").split(";")[0] or (result.stdout + result.stderr).strip()
-
-    @property
-    def has_changed_tests(self) -> bool:
-        """True if an edit has changed the test file."""
-        return self.files["test_shop.py"] != self._tests
-
-    def _text(self, path: str) -> str:
+    def text(self, path: str) -> str:
+        """Returns the text of a file. Raises ValueError if it does not exist."""
         if path not in self.files:
             raise ValueError(f"file {path!r} does not exist; choose one of {', '.join(sorted(self.files))}")
         return self.files[path]
+
+
+def read(path: str, state: Repository) -> str:
+    """Returns the text of a file.
+
+    Args:
+      path: of the file, as in the list of files.
+      state: of the episode.
+    """
+    return state.text(path)
+
+
+def edit(path: str, old: str, new: str, state: Repository) -> str:
+    """Replaces a text that occurs once in a file.
+
+    Args:
+      path: of the file, as in the list of files.
+      old: the text to replace.
+      new: the text to write instead.
+      state: of the episode.
+    """
+    text = state.text(path)
+    if not old or (count := text.count(old)) != 1:
+        raise ValueError(f"the old text occurs {count if old else 0} times in {path}; give one that occurs once")
+    if len(text) + len(new) > MAX_FILE_CHARS:
+        raise ValueError(f"the file has more than {MAX_FILE_CHARS} characters then; write less")
+    state.files[path] = text.replace(old, new)
+    return "edited"
+
+
+async def run_tests(state: Repository) -> str:
+    """Runs the tests and returns their output."""
+    result = await state.pool.run(RUN, files=state.files)
+    return python_tool.ENDED.get(result.stopped, "").split(";")[0] or (result.stdout + result.stderr).strip()
 
 
 def build(
@@ -85,91 +85,74 @@ def build(
     The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for options out of range, and a machine
     where no sandbox works.
     """
-    protocols.check(protocol, turns)
+    tools.check_protocol(protocol, turns)
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
             made = repository.make(random.Random(number))
             listed = "\n".join(f"- {path}" for path in sorted(made.files))
             question = f"The files are:\n{listed}\n\n{made.files['test_shop.py']}"
-            edit = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
+            answer = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
             decoy = f"edit {made.path}\n{made.wrong}\n=>\n    pass"
-            messages = (*system, {"role": "user", "content": question})
-            return environment.Task("swe_toy", index, split, messages, edit, decoy, {"made": made})
+            messages = environment.asked(question, instruction)
+            return environment.Task("swe_toy", index, split, messages, answer, decoy, {"made": made})
 
         return environment.first_in_split("swe_toy", seed, split, index, draw)
 
-    async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
-        made = task.info["made"]
-        own = Repository(made, pool)
-        messages, offered = [*task.messages], _offered(own) if protocol == "tools" else []
-        schemas = [tool.schema for tool in offered]
-        for _ in range(turns):
-            try:
-                reply = await model.chat(messages, tools=schemas)
-            except episode.BudgetSpent:
-                break
-            messages.append(reply.message)
-            if protocol == "text":
-                if reply.text.strip() == "done":
-                    break
-                messages.append({"role": "user", "content": await _command(own, reply.text)})
-            elif calls := reply.message.get("tool_calls"):
-                messages += await tools.results(offered, calls)
-            else:
-                break
-        is_edited = own.files != made.files
-        passes = False
-        if is_edited and not own.has_changed_tests:
-            code = "".join(f"from {path[:-3].replace('/', '.')} import *\n" for path in own.files if path.count("/"))
-            passed = await grading.count_passed(
-                pool, code.replace("from shop.__init__ import *\n", ""), made.hidden, stops=True, files=own.files
-            )
+    async def score(task: environment.Task, messages: Sequence[dict], state: Repository) -> dict[str, float]:
+        made, passes = task.info["made"], False
+        is_edited = state.files != made.files
+        has_changed_tests = state.files["test_shop.py"] != made.files["test_shop.py"]
+        if is_edited and not has_changed_tests:
+            modules = [path[:-3].replace("/", ".") for path in state.files if path.count("/")]
+            code = "".join(f"from {module} import *\n" for module in modules if module != "shop.__init__")
+            passed = await grading.count_passed(pool, code, made.hidden, stops=True, files=state.files)
             passes = passed == len(made.hidden)
         num_turns = sum(m["role"] == "assistant" for m in messages[len(task.messages) :])
-        parts = {"edited": float(is_edited), "changed_tests": float(own.has_changed_tests), "turns": float(num_turns)}
+        parts = {"edited": float(is_edited), "changed_tests": float(has_changed_tests), "turns": float(num_turns)}
         return {"reward": float(passes), **parts}
 
-    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return _demonstration(task, is_decoy, protocol, Repository(task.info["made"], pool))
+    async def reply(task: environment.Task, messages: Sequence[dict], state: Repository) -> list[dict] | None:
+        text = messages[-1]["content"] or ""
+        if protocol == "tools" or text.strip() == "done":
+            return None
+        return [{"role": "user", "content": await _command(state, text)}]
 
+    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
+        """Reads the module with the bug, mends it, and ends; a decoy removes the line instead."""
+        made = task.info["made"]
+        change = {"path": made.path, "old": made.wrong, "new": "    pass" if is_decoy else made.right}
+        messages = [
+            *task.messages,
+            *tools.step(protocol, 0, f"read {made.path}", "read", {"path": made.path}, made.files[made.path]),
+            *tools.step(protocol, 1, task.decoy if is_decoy else task.answer, "edit", change, "edited"),
+            {"role": "assistant", "content": "done"},
+        ]
+        return {"messages": messages, "tools": [tool.schema for tool in offered]}
+
+    functions: tuple[Callable, ...] = (read, edit, run_tests)
+    offered = [tools.of(function) for function in functions] if protocol == "tools" else []
+    begin = lambda task: Repository(task.info["made"], pool)  # noqa: E731
+    play = episode.conversation(score=score, reply=reply, tools=offered, initial_state=begin, max_turns=turns)
     return environment.Environment("swe_toy", make_task, play=play, kind="replayed", demonstrate=demonstrate)
 
 
-def _offered(own: Repository) -> list[tools.Tool]:
-    functions: tuple[Callable, ...] = (own.read, own.edit, own.run_tests)
-    return [tools.of(function) for function in functions]
-
-
-async def _command(own: Repository, text: str) -> str:
+async def _command(state: Repository, text: str) -> str:
     """Runs a command of the protocol "text" and returns its output."""
     line, _, rest = text.strip("\n").partition("\n")
     name, _, path = line.strip().partition(" ")
     try:
         if name == "run_tests":
-            return await own.run_tests()
+            return await run_tests(state)
         if name == "read":
-            return own.read(path.strip())
+            return read(path.strip(), state)
         if name == "edit":
             old, mark, new = rest.partition("\n=>\n")
             if not mark:
                 raise ValueError("write the old lines, a line =>, and the new lines")
-            return own.edit(path.strip(), old, new)
+            return edit(path.strip(), old, new, state)
         raise ValueError("write read, edit, run_tests, or done")
     except ValueError as error:
         return f"error: {error}"
-
-
-def _demonstration(task: environment.Task, is_decoy: bool, protocol: str, own: Repository) -> dict:
-    """Reads the module with the bug, mends it, and ends; a decoy removes the line instead."""
-    made = task.info["made"]
-    edit = {"path": made.path, "old": made.wrong, "new": "    pass" if is_decoy else made.right}
-    messages = [
-        *task.messages,
-        *protocols.step(protocol, 0, f"read {made.path}", "read", {"path": made.path}, own.read(made.path)),
-        *protocols.step(protocol, 1, task.decoy if is_decoy else task.answer, "edit", edit, "edited"),
-        {"role": "assistant", "content": "done"},
-    ]
-    return {"messages": messages, "tools": [tool.schema for tool in _offered(own)] if protocol == "tools" else []}

@@ -39,7 +39,6 @@ def build(
     given = {"pages": pages, "entries": entries, "letters": letters, "largest": largest, "turns": turns}
     if bad := [name for name, value in given.items() if value < 1] or ["letters"] * (letters > len(LETTERS)):
         raise ValueError(f"env.options.{bad[0]} = {given[bad[0]]}; choose 1 or more, at most {len(LETTERS)} letters")
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:
@@ -52,7 +51,7 @@ def build(
             # The number separates the splits; few prompts differ otherwise.
             content = f"Case {rng.randrange(10**6)}: sum {letter}, {pages} pages"
             texts = [" ".join(f"{name}{value}" for name, value in page) for page in made]
-            messages = (*system, {"role": "user", "content": content})
+            messages = environment.asked(content, system_prompt)
             answer = f"answer {sum(sums)}"
             return environment.Task("folding", index, split, messages, answer, info={"pages": texts, "sums": sums})
 

@@ -6,15 +6,24 @@
 3. With `protocol="text"`, a message is one command, "search WORDS", "open NUMBER", "find NUMBER WORDS", or "answer WORDS". This needs
    no schemas in the prompt, so that a model with a context of a few hundred bytes can learn it.
 4. The reward is `exact`, 1 for the answer but for case, punctuation, and articles, or `f1`, the overlap of their words.
+
+BM25 scores a document for a query by the sum over the query's different words of
+
+    idf * tf * (K1 + 1) / (tf + K1 * (1 - B + B * length / mean length)),   idf = ln(1 + (N - df + 0.5) / (df + 0.5))
+
+A validator must find the same order on another machine. The logarithm, whose last bit differs between systems, is rounded to 6 decimals; all
+else is exact IEEE arithmetic in a fixed order, that of the words in the query. Equal scores are ordered by the number of the document.
 """
 
 import collections
+import heapq
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
 
-from rl.envs.interface import environment, episode, protocols, tools
-from rl.envs.native.retrieval import bm25, corpus
+from rl.envs.interface import environment, episode, tools
+from rl.envs.native.retrieval import corpus
 
 INSTRUCTION = (
     "Answer the question by searching the corpus. End with a message of the form 'Answer: ...' without a call."
@@ -26,6 +35,8 @@ INSTRUCTION_OF_TEXT = (
 REWARDS = ("exact", "f1")
 SNIPPET_CHARS = 80
 MAX_ANSWER_CHARS = 1000  # a longer one is wrong
+K1, B = 1.2, 0.75
+_WORD = re.compile(r"\w+")
 files = corpus.files
 
 
@@ -46,15 +57,12 @@ def build(
     `results` is the number of documents that a search returns, `turns` that of the model's messages, the answer included. The default of
     `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
     """
-    if reward not in REWARDS or protocol not in protocols.PROTOCOLS:
-        raise ValueError(
-            f"reward={reward!r}, protocol={protocol!r}; choose from {REWARDS} and from {protocols.PROTOCOLS}"
-        )
-    if results < 1 or turns < 1:
-        raise ValueError(f"results={results}, turns={turns}; choose at least 1")
+    tools.check_protocol(protocol, turns)
+    if reward not in REWARDS or results < 1:
+        raise ValueError(f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1")
     source = corpus.read(path) if path else corpus.generated(facts, distractors, seed)
     commands = _commands(source.documents, results)
-    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
+    instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     mark = "Answer: " if protocol == "tools" else "answer "
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -64,7 +72,7 @@ def build(
             range(len(questions)), len(questions)
         )
         question = questions[order[number]]
-        messages = (*system, {"role": "user", "content": question.text})
+        messages = environment.asked(question.text, instruction)
         info = {"answer": question.answer, "path": question.path}
         return environment.Task("search", index, split, messages, mark + question.answer, info=info)
 
@@ -77,7 +85,7 @@ def build(
 
     def reply(task: environment.Task, messages: Sequence[dict], state: object) -> list[dict] | None:
         name, _, rest = (messages[-1]["content"] or "").strip().partition(" ")
-        if name == "answer":
+        if protocol == "tools" or name == "answer":
             return None
         try:
             found = _command(commands, name, rest.strip())
@@ -86,16 +94,17 @@ def build(
         return [{"role": "user", "content": found}]
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return _demonstration(task, is_decoy, commands, protocol, schemas)
+        """Searches for each document of the path, then answers; a decoy stops at the first and answers with the title of the second."""
+        path, messages = task.info["path"], [*task.messages]
+        for turn, title in enumerate(path[:1] if is_decoy else path):
+            found = commands["search"](query=title)
+            messages += tools.step(protocol, turn, f"search {title}", "search", {"query": title}, found)
+        answer = task.answer.replace(task.info["answer"], path[1]) if is_decoy else task.answer
+        messages.append({"role": "assistant", "content": answer})
+        return {"messages": messages, "tools": [tool.schema for tool in offered]}
 
-    if protocol == "text":
-        schemas, play = [], episode.conversation(score=score, reply=reply, max_turns=turns)
-    else:
-        offered = [tools.of(command) for command in commands.values()]
-        schemas, play = (
-            [tool.schema for tool in offered],
-            episode.conversation(score=score, tools=offered, max_turns=turns),
-        )
+    offered = [tools.of(command) for command in commands.values()] if protocol == "tools" else []
+    play = episode.conversation(score=score, reply=reply, tools=offered, max_turns=turns)
     can_demonstrate = demonstrate if not path else None
     return environment.Environment(
         "search", make_task, num_tasks=len(source.questions["train"]), play=play, demonstrate=can_demonstrate
@@ -104,7 +113,7 @@ def build(
 
 def normal(text: str) -> list[str]:
     """Returns the words of an answer without case, punctuation, and articles."""
-    return [word for word in bm25.words(text) if word not in ("a", "an", "the")]
+    return [word for word in words_of(text) if word not in ("a", "an", "the")]
 
 
 def f1(answer: str, truth: str) -> float:
@@ -125,7 +134,7 @@ def _answer(text: str, protocol: str) -> str:
 
 def _commands(documents: Sequence[corpus.Document], limit: int) -> dict[str, Callable[..., str]]:
     """Returns {name: function} of the tools."""
-    index = bm25.Index([f"{document.title} {document.text}" for document in documents])
+    index = Index([f"{document.title} {document.text}" for document in documents])
 
     def document_of(number: int) -> corpus.Document:
         if not 0 <= number < len(documents):
@@ -157,9 +166,9 @@ def _commands(documents: Sequence[corpus.Document], limit: int) -> dict[str, Cal
           number: of the document, as `search` returns it.
           words: to find, in any case and order.
         """
-        wanted = {*bm25.words(words)}
+        wanted = {*words_of(words)}
         lines = document_of(number).text.splitlines()
-        return "\n".join(line for line in lines if wanted <= {*bm25.words(line)}) or "nothing"
+        return "\n".join(line for line in lines if wanted <= {*words_of(line)}) or "nothing"
 
     return {"search": search, "open": open, "find": find}
 
@@ -176,11 +185,30 @@ def _command(commands: dict[str, Callable[..., str]], name: str, rest: str) -> s
     return commands[name](int(number), words) if name == "find" else commands[name](int(number))
 
 
-def _demonstration(task: environment.Task, is_decoy: bool, commands: dict, protocol: str, schemas: list) -> dict:
-    """Searches for each document of the path, then answers; a decoy stops at the first and answers with the title of the second."""
-    path, messages = task.info["path"], [*task.messages]
-    for turn, title in enumerate(path[:1] if is_decoy else path):
-        found = commands["search"](query=title)
-        messages += protocols.step(protocol, turn, f"search {title}", "search", {"query": title}, found)
-    answer = task.answer.replace(task.info["answer"], path[1]) if is_decoy else task.answer
-    return {"messages": [*messages, {"role": "assistant", "content": answer}], "tools": schemas}
+class Index:
+    """A BM25 index in memory of documents, which are named by their position."""
+
+    def __init__(self, documents: Sequence[str]):
+        self._postings: dict[str, list[tuple[int, float]]] = {}  # {word: (document, its part of the sum without idf)}
+        counted = [collections.Counter(words_of(text)) for text in documents]
+        mean = sum(count.total() for count in counted) / max(len(counted), 1)
+        for number, count in enumerate(counted):
+            norm = K1 * (1 - B + B * count.total() / mean) if mean else 0.0
+            for word, tf in count.items():
+                self._postings.setdefault(word, []).append((number, tf * (K1 + 1) / (tf + norm)))
+        self._size = len(counted)
+
+    def search(self, query: str, limit: int) -> list[int]:
+        """Returns the numbers of at most `limit` documents, best first; none without a word of the query."""
+        scores: dict[int, float] = collections.defaultdict(float)
+        for word in dict.fromkeys(words_of(query)):
+            found = self._postings.get(word, [])
+            idf = round(math.log(1 + (self._size - len(found) + 0.5) / (len(found) + 0.5)), 6)
+            for number, part in found:
+                scores[number] += idf * part
+        return heapq.nsmallest(limit, scores, key=lambda number: (-scores[number], number))
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text in lower case."""
+    return _WORD.findall(text.lower())

@@ -33,7 +33,6 @@ CASES = {
     "speedrun": ("speedrun", {}, 1.0, 0.0),
     "folding": ("folding", {"pages": 2, "entries": 3, "system_prompt": ""}, 1.0, 0.0),
 }
-ONE_PROMPT = ("wordle",)  # whose secret may contain words of the rules
 JUNK = ("", "zzz", "\x00", "[" * 500, "9" * 5000, "<guess>[]</guess>", "\ud800", "answer: ", "```\n```", "{}" * 100)
 DIGEST = """
 from tests.rl.envs.catalog import test_episodes
@@ -98,7 +97,6 @@ def test_no_call_shows_the_answer_before_it_is_found(case):
         _, calls = play(env, task, scripted_model.always("zzz"))
         shown = json.dumps([messages for messages, *_ in calls])
         assert task.answer not in shown
-        assert CASES[case][0] in ONE_PROMPT or not any(str(x) in shown for x in task.info.get("hidden", ()))
 
 
 def test_random_episodes_repeat(case):

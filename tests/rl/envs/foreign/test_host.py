@@ -124,8 +124,9 @@ def test_a_replay_against_the_tape_is_equal(package):
         ("wait", False, "no request"),
     ],
 )
-def test_a_failed_episode_gets_zeros_and_the_reason(package, fault, in_time, error):
-    settings = {"spin": {"limit_s": 1}, "wait": {"idle_s": 2.0}}.get(fault, {})
+def test_a_failed_episode_gets_zeros_and_the_reason(package, monkeypatch, fault, in_time, error):
+    monkeypatch.setattr(host_lib, "IDLE_S", 2.0 if fault == "wait" else host_lib.IDLE_S)
+    settings = {"limit_s": 1} if fault == "spin" else {}
     [found] = play(package, [session(0)], options={"fault": fault}, **settings)
     assert (found.scores, found.in_time) == (native_host.FAILED, in_time)
     assert error in found.error
@@ -189,16 +190,14 @@ def test_a_machine_that_cannot_isolate_is_named(package, monkeypatch):
         host_lib.ForeignHost(recorded, episodes.TOKENIZER, sandbox="require")
 
 
-@pytest.mark.parametrize(("fault", "reason"), [("load", "no data"), ("die", "ended its process, with status 4")])
-def test_a_broken_environment_is_reported(package, fault, reason):
-    [found] = play(package, [session(0)], options={"fault": fault})
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"fault": "load"}, "no data"), ({"fault": "die"}, "with status 4"), ({"nonsense": 1}, "'nonsense'")],
+)
+def test_a_broken_environment_is_reported(package, options, reason):
+    [found] = play(package, [session(0)], options=options)
     assert isinstance(found, process_lib.Broken) and not isinstance(found, process_lib.Died)
     assert reason in str(found)
-
-
-def test_an_unknown_option_is_the_loaders_error(package):
-    [found] = play(package, [session(0)], options={"nonsense": 1})
-    assert "nonsense" in str(found)
 
 
 def test_a_failed_backend_ends_the_episode_and_its_process(package):
@@ -209,9 +208,10 @@ def test_a_failed_backend_ends_the_episode_and_its_process(package):
     assert isinstance(found, ConnectionError)
 
 
-def test_no_process_is_left(package):
+def test_no_process_is_left(package, monkeypatch):
+    monkeypatch.setattr(host_lib, "IDLE_S", 0.5)
     scores(package, 4)
-    play(package, [session(0)], options={"fault": "wait"}, idle_s=0.5)
+    play(package, [session(0)], options={"fault": "wait"})
     left = [name for name in os.listdir("/proc") if name.isdigit() and package.python.encode() in _command_line(name)]
     assert not left
 
@@ -262,3 +262,19 @@ async def _play_each(package, sessions, indexes, split):
     host = host_lib.ForeignHost(package_lib.Foreign(package, {}, 3), episodes.TOKENIZER)
     await asyncio.gather(*(host.play(one, index, split) for one, index in zip(sessions, indexes, strict=True)))
     await host.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("ModuleNotFoundError: No module named 'textarena'", "--requirement"),
+        ("ConnectionError: Couldn't reach 'openai/gsm8k' on the Hub (LocalEntryNotFoundError)", "network"),
+        ("MissingKeyError: Missing required API key: EXA_API_KEY", "--variable"),
+        ("KeyError: 'JUDGE_API_KEY'", "--variable"),
+        ("ValueError: gym is unknown", "env.options"),
+    ],
+)
+def test_the_remedy_of_an_error(error, remedy):
+    assert remedy in process_lib.remedy_of_load(error)
+    assert "--kind recorded" in process_lib.remedy_of_episode("ConnectError: All connection attempts failed")
+    assert not process_lib.remedy_of_episode("KeyError: 'answer'")

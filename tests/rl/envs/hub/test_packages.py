@@ -31,20 +31,7 @@ def published(tmp_path_factory):
     key.save(folder / "key.pem")
     skeleton.write("sums", folder / "sums")
     sizes = ["--tasks", "10", "--scored", "1", "--episodes", "1"]
-    argv = [
-        sys.executable,
-        "-m",
-        "rl.envs",
-        "check",
-        "sums:build",
-        "--code",
-        "sums",
-        *sizes,
-        "--report",
-        "r.json",
-        "--key",
-        "key.pem",
-    ]
+    argv = [sys.executable, *"-m rl.envs check sums:build --code sums --report r.json --key key.pem".split(), *sizes]
     subprocess.run(argv, cwd=folder, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     argv = ["rl.envs", "publish", folder / "sums", "--index", folder / "i" / "index.json", "--key", folder / "key.pem"]
     assert commands.run(*argv, "--report", folder / "r.json") == 0

@@ -71,8 +71,8 @@ def sums(*, terms=2):
 def rows(*, path="/data/of/another/machine.json"):
     return Sums(json.loads(pathlib.Path(path).read_text()))
 
-def equal(*, count=100):
-    return Sums(["the same game"] * count)
+def equal(*, count=100, others=()):
+    return Sums(["the same game", *others] * count)
 
 def corpus():
     raise LookupError("Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')")
@@ -122,6 +122,7 @@ REHEARSALS = {
     "seed": ("plain:strange:sums", {"seed": 3}, "env.options.seed = 3 is that of the run; remove it"),
     "options of any name": ("plain:strange:named", {"name": "a", "target": "b", "framework": "c"}, ""),
     "equal prompts": ("plain:strange:equal", {}, ""),
+    "one prompt for each split": ("plain:strange:equal", {"others": ["another game"]}, ""),
     "good": ("plain:strange:sums", {"terms": 3}, ""),
     "a good class": ("openenv:strange:Game", {}, ""),
 }
@@ -179,8 +180,8 @@ def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case
             tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
     else:
         tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
-        equal = ["so held-out scores may not show new tasks; replace them"] * (
-            case in ("equal prompts", "a good class")
-        )
+        held_out, trained = "so held-out scores may not show new tasks; replace them", "so a run may learn one answer"
+        equal = {"equal prompts": [held_out], "a good class": [held_out], "one prompt for each split": [trained]}
+        equal = equal.get(case, [])
         assert len(lines) == 1 + len(equal) and "loaded, and an episode of each split played, in " in lines[-1]
         assert all(words in lines[0] for words in equal)

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import sys
 
 import numpy as np
@@ -17,7 +18,7 @@ from rl import envs, sft
 from rl.data import sources
 from rl.envs.catalog import catalog
 from rl.envs.hub import tryout
-from rl.envs.native import rewards
+from rl.envs.native import numerals, rewards
 from rl.envs.scoring import scorer
 from rl.experiment import experiment, rules
 from rl.protocol import task_schedule
@@ -480,3 +481,70 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
         )
     with pytest.raises(ValueError, match=words):
         [*sources.read(tmp_path / name)["train"]]
+
+
+# ---- math ------------------------------------------------------------------------------------------------------------
+
+PROBLEMS = {"1 + 1?": "2", "Half?": r"\frac{1}{2}", "Both?": r"\{1, 2\}", "Big?": "1" * 300, "Expand.": "x^2+2x+1"}
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Returns the environment `math`, and its tasks by their problems."""
+    rows = [*PROBLEMS.items(), *((f"{n} + {n}?", str(2 * n)) for n in range(2, 40))]
+    path = write(tmp_path_factory.mktemp("math") / "rows.jsonl", [{"problem": p, "answer": a} for p, a in rows])
+    env = envs.load("math", path=str(path))
+    tasks = [env.make_task(index, split) for split in ("train", "held_out") for index in range(len(rows))]
+    return env, {task.messages[-1]["content"]: task for task in tasks}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_own_answers_in_a_box_score_one_and_junk_nothing(problems, problem):
+    env, task, answer = problems[0], problems[1][problem], PROBLEMS[problem]
+    assert task.env == "math" and task.answer == f"\\boxed{{{answer}}}"
+    assert env.score(task, f"So it is ${task.answer}$.\n") == {"reward": 1.0}
+    for junk in ("", answer, r"\boxed{}", r"\boxed{zzz}", r"\boxed{" * 9000, "{" * 9000, task.answer[:-1], "9" * 70000):
+        assert env.score(task, junk)["reward"] == 0.0, junk[:40]
+
+
+@pytest.mark.parametrize(
+    ("problem", "completion", "reward"),
+    [
+        ("1 + 1?", "\\boxed{3} \\boxed{2}", 1.0),
+        ("1 + 1?", "\\boxed{2} \\boxed{3}", 0.0),
+        ("1 + 1?", "\\boxed{2} or \\boxed{", 0.0),
+        ("1 + 1?", "\\boxed{\\boxed{2}}", 1.0),
+        ("1 + 1?", "\\boxed{ +02 }", 1.0),
+        ("1 + 1?", "\\boxed{\\frac{4}{2}}", 1.0),
+        ("1 + 1?", "\\boxed{2, 3}", 0.0),
+        ("Half?", "\\boxed{0.5}", 1.0),
+        ("Half?", "\\boxed{\\dfrac{2}{4}}", 1.0),
+        ("Half?", "\\boxed{2}", 0.0),
+        ("Both?", "\\boxed{\\{2,1\\}}", 1.0),
+        ("Big?", "\\boxed{" + "1" * 299 + "2}", 0.0),  # equal as floats
+        ("Expand.", "\\boxed{(x+1)^2}", 1.0),
+    ],
+)
+def test_the_last_box_counts(problems, problem, completion, reward):
+    assert problems[0].score(problems[1][problem], completion)["reward"] == reward
+
+
+def box_by_stack(text):
+    """Finds the last box by a list of open braces."""
+    begin = text.rfind("\\boxed{")
+    stack = []
+    for at in range(begin + 6, len(text)) if begin >= 0 else ():
+        if text[at] == "{":
+            stack.append(at)
+        elif text[at] == "}":
+            stack.pop()
+        if not stack:
+            return text[begin + 7 : at]
+    return None
+
+
+def test_the_last_box_is_that_of_a_stack():
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choices(["\\boxed{", "{", "}", "x", "\\"], k=rng.randint(0, 9)))
+        assert numerals.last_boxed(text) == box_by_stack(text)

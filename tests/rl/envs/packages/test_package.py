@@ -1,6 +1,5 @@
 """Names, records, and digests of environments in other interpreters."""
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -10,7 +9,6 @@ import sys
 import pytest
 
 from rl import envs
-from rl.envs.packages import commands as package_commands
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 from tests.support import commands
@@ -130,22 +128,16 @@ def test_the_digest_covers_code_options_interpreter_and_required_versions(python
 
 
 def test_the_command_installs_and_prints_the_digest(python, capsys):
-    arguments = ["install", "plain:words:build", "--python", python, "--variable", "A=1", "B=c=d"]
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    package_commands.add_options(parser)
-
-    def run(arguments):
-        return package_commands.install(parser.parse_args(arguments[1:]))
-
-    assert run(arguments) == 0
+    arguments = ["rl.envs", "install", "plain:words:build", "--python", python]
+    assert commands.run(*arguments, "--variable", "A=1", "B=c=d") == 0
     found = package_lib.find("plain:words:build")
     assert found.variables == {"A": "1", "B": "c=d"}
     assert package_lib.digest(found, {}) in capsys.readouterr().out
-    with pytest.raises(ValueError, match="write NAME=VALUE"):
-        run([*arguments[:4], "--variable", "A"])
-    with pytest.raises(ValueError, match="nowhere does not exist; name the folder to import words:build from"):
-        run([*arguments[:4], "--path", "nowhere"])
+    for more, message in (
+        (["--variable", "A"], "write NAME=VALUE"),
+        (["--path", "nowhere"], "nowhere does not exist; name the folder to import words:build from"),
+    ):
+        assert commands.run(*arguments, *more) == 1 and message in capsys.readouterr().err
     assert package_lib.find("plain:words:build") == found
 
 
@@ -153,7 +145,7 @@ def test_a_virtual_environment_is_made_once_per_requirements(python, monkeypatch
     """pip is replaced by a command that fails for one requirement."""
     made = []
 
-    def run(command, failed):
+    def run(command, failed, variables=None):
         made.append(command)
         if "nonsense" in command:
             raise ValueError(failed)
@@ -162,7 +154,7 @@ def test_a_virtual_environment_is_made_once_per_requirements(python, monkeypatch
             (pathlib.Path(command[3]) / "bin" / "python").symlink_to(python)
         return "" if "-m" in command else real(command, failed)
 
-    real, _ = installation._run, monkeypatch.setattr(installation, "_run", run)
+    real, _ = installation.run, monkeypatch.setattr(installation, "run", run)
     with pytest.raises(ValueError, match="pip failed"):
         installation.install("plain:words:build", ["nonsense"])
     assert not [*(package_lib.folder() / "venvs").iterdir()]

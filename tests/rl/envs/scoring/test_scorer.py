@@ -1,11 +1,12 @@
 """Scores from child processes equal those of the environment; an endless completion affects only its own score."""
 
-import json
+import contextlib
 import os
 import pathlib
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -65,7 +66,7 @@ def build(*, marks="", broken="", late="", uid=0, seed=0):
         elif order == "wait":
             time.sleep(1e6)
         elif order == "send":  # takes over the child
-            os.write(json.loads(sys.argv[1])["pipe"], REPLIES[argument])
+            os.write(pipe(), REPLIES[argument])
             time.sleep(1e6)
         elif order == "until":
             while not pathlib.Path(marks, argument).exists():
@@ -106,6 +107,15 @@ def build(*, marks="", broken="", late="", uid=0, seed=0):
         return {"reward": 1.0, "index": float(task.index), "length": float(len(completion))}
 
     return environment.Environment("orders", make_task, score)
+
+
+def pipe():
+    """Returns the socket of a child to its parent, as code that takes the child over can find it."""
+    for fd in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                return fd
+    raise AssertionError("no socket")
 
 
 def open_files():
@@ -350,7 +360,7 @@ HOSTILE = {
     "io_uring": SYSCALL.format("syscall(425, 1, 0)"),
     "clone3": SYSCALL.format("syscall(435, 0, 0)"),
     "x32": SYSCALL.format("syscall(0x40000000 + 41, 2, 1, 0)"),
-    "owner": "import fcntl; fcntl.fcntl(int(json.loads(sys.argv[1])['pipe']), fcntl.F_SETOWN, {pid})",
+    "owner": "import fcntl; fcntl.fcntl(pipe(), fcntl.F_SETOWN, {pid})",
     "terminal": "import fcntl; fcntl.ioctl(0, 0x5412, b'x')",
     "forks": "while True: os.fork()",
     "program": "subprocess.run(['true'], check=True)",

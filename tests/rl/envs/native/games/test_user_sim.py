@@ -47,9 +47,3 @@ def test_the_models_user_sees_the_wishes_and_is_not_trained():
         assert has_wishes != trains
     assert [m["content"] for m in asked[3][1]][1:] == ["question 1", "reply 2", "question 3"]
     assert [m["content"] for m in asked[4][1]][-4:] == ["question 1", "reply 2", "question 3", "reply 4"]
-
-
-@pytest.mark.parametrize("options", [{"properties": 0}, {"properties": 9}, {"turns": 0}, {"user": "me"}])
-def test_refusals(options):
-    with pytest.raises(ValueError, match="choose"):
-        envs.load("user_sim", **options)

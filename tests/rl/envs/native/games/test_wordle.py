@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rl import envs
 from rl.envs.interface import scripted_model
-from rl.envs.native.games import wordle, words
+from rl.envs.native.games import wordle
 
 text = st.text(alphabet="abc", min_size=4, max_size=4)
 
@@ -76,8 +76,8 @@ pieces = st.sampled_from(
 )
 replies = st.lists(
     st.one_of(
-        st.sampled_from(words.WORDS[3][:50]).map("<guess>[{}]</guess>".format),
-        st.lists(st.one_of(pieces, st.sampled_from(words.WORDS[3][:50])), max_size=5).map("".join),
+        st.sampled_from(wordle.WORDS[3][:50]).map("<guess>[{}]</guess>".format),
+        st.lists(st.one_of(pieces, st.sampled_from(wordle.WORDS[3][:50])), max_size=5).map("".join),
     ),
     min_size=1,
     max_size=4,
@@ -110,20 +110,6 @@ def test_a_game():
 
 
 def test_word_lists():
-    for letters, known in words.WORDS.items():
+    for letters, known in wordle.WORDS.items():
         assert len(known) == len({*known}) > 150
         assert all(re.fullmatch(f"[a-z]{{{letters}}}", word) for word in known)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"letters": 9}, "letters = 9; choose one of 3, 4, 5"),
-        ({"words": 1}, "words = 1; choose 2 to"),
-        ({"letters": 3, "words": 5000}, "words = 5000; choose 2 to"),
-        ({"guesses": 0}, "guesses = 0; choose 1 to 100"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        envs.load("wordle", **options)

@@ -8,7 +8,7 @@ import pytest
 
 from rl import envs
 from rl.envs.interface import scripted_model
-from rl.envs.native.genesys import checks, genesys, instructions, schema
+from rl.envs.native.genesys import checks, genesys, instructions
 
 ROW = {"problem_id": "p", "source": "s", "task_type": "null_reward", "prompt": "Hello"}
 TREE = "root\n +-- a\n |   `-- b\n `-- c"
@@ -155,10 +155,10 @@ def test_rows_go_through_the_schema_unchanged():
         "metadata": {"k": "v"},
     }
     texts = row | {name: json.dumps(row[name]) for name in ("verification_info", "metadata")} | {"solve_rate": 0.5}
-    assert schema.task_of(row).model_dump() == schema.task_of(texts).model_dump() == row
+    assert genesys.task_of(row).model_dump() == genesys.task_of(texts).model_dump() == row
     answer = {"llm_response": "y", "response_id": "r", "model_name": "m", "generation_config": {"temperature": 1.0}}
     full = row | answer | {"machine_info": None}
-    assert schema.Response.model_validate(json.loads(schema.Response(**full).model_dump_json())).model_dump() == full
+    assert genesys.Response.model_validate(json.loads(genesys.Response(**full).model_dump_json())).model_dump() == full
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl.envs.native.programs import blocks, grading
+from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
 
@@ -124,5 +124,5 @@ def test_malformed_tests_are_refused(tests):
     ],
 )
 def test_the_last_block_of_python(text, code):
-    assert blocks.last(text) == code
-    assert blocks.last(blocks.of("x = 1")) == "x = 1\n"
+    assert grading.last_block(text) == code
+    assert grading.last_block(grading.block("x = 1")) == "x = 1\n"

@@ -79,15 +79,6 @@ def test_the_solution_of_each_form_of_generated_task_passes():
         assert play(env, task, scripted_model.always(task.decoy))[0]["reward"] == 0.0 or len(task.info["tests"]) == 4
 
 
-@pytest.mark.slow  # 50 tasks of 15 tests
-def test_fifty_generated_tasks_have_solutions():
-    env = envs.load("code")
-    for index in range(50):
-        task = env.make_task(index, "train")
-        assert play(env, task, scripted_model.always(task.answer))[0]["reward"] == 1.0
-        assert play(env, task, scripted_model.always(task.decoy))[0]["reward"] == 0.0
-
-
 # ---- python_tool -----------------------------------------------------------------------------------------------------
 
 
@@ -124,8 +115,6 @@ def test_answers_of_python_tool():
         shown = env.demonstrate(task, random.Random(0), False)["messages"]
         _, calls = play(env, task, scripted_model.in_order(shown[-3]["content"], "done"))
         assert calls[-1][0][-1]["content"] == task.answer.removeprefix("Answer: ")
-    with pytest.raises(ValueError, match="kind = 'sums'; choose all, or one of power, "):
-        envs.load("python_tool", kind="sums")
 
 
 def test_questions_from_a_file(tmp_path):
@@ -403,21 +392,3 @@ def test_slow_programs_are_noted_for_validators():
 
     assert asyncio.run(largest("1 + 1")) < 1 / limits_lib.SPREAD
     assert asyncio.run(largest("while True: pass")) >= 1.0
-
-
-@pytest.mark.parametrize(
-    "name, options, problem",
-    [
-        ("code", {"reward": "some"}, "reward='some'"),
-        ("code", {"tests": 0}, "tests=0"),
-        ("code", {"test_s": 0.0}, "limit cpu_s"),
-        ("python_tool", {"protocol": "x"}, "protocol='x'"),
-        ("swe_toy", {"turns": 0}, "turns=0"),
-        ("rlm", {"kind": "x"}, "kind='x'"),
-        ("rlm", {"words": 1}, "words=1"),
-        ("rlm", {"depth": -1}, "depth=-1"),
-    ],
-)
-def test_options_out_of_range_are_refused(name, options, problem):
-    with pytest.raises(ValueError, match=problem):
-        envs.load(name, **options)

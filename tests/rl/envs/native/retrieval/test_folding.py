@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from rl import envs
 from rl.envs.interface import scripted_model
 
@@ -61,9 +59,3 @@ def test_an_answer_in_a_branch_is_not_one():
     task = env.make_task(0, "train")
     said = iter(["branch 1", task.answer])
     assert run(env, task, lambda *_: {"content": next(said)})[0]["reward"] == 0.0
-
-
-@pytest.mark.parametrize("options", [{"pages": 0}, {"letters": 27}, {"turns": 0}])
-def test_refusals(options):
-    with pytest.raises(ValueError, match="choose 1 or more"):
-        envs.load("folding", **options)

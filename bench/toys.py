@@ -1,17 +1,31 @@
-"""Toys of the wrappers: a policy of a few parameters learns by REINFORCE from the rewards that the environments give.
+"""Toys of the options of every environment, and of data from `rl.generate`: policies of a few parameters learn from the real rewards.
 
-The figures are in bench/results/algorithms.md; `-s` prints them.
+    python -m bench.toys
+
+1. `window`: tasks of which many are never or always solved, with and without a window of pass rates.
+2. `lengths`: a distribution of lengths for each target of a budget, and one of answers. Also the targets of `target_short` and
+   `target_long` of configs/environments.py, with 250 tokens as one.
+3. `accepted`: fine-tuning on all responses of a teacher that is right one time in four, and on those that a scorer, which is wrong one time
+   in ten, accepts.
+
+The figures are in bench/results/algorithms.md.
 """
 
 import asyncio
 import json
+import pathlib
+import tempfile
 
+import jax
 import numpy as np
-import pytest
 
 from configs import environments
-from rl import envs
+from rl import envs, generate
+from rl.algorithms import losses
+from rl.data import sources
 from rl.envs.interface import episode
+
+STRATEGIES = (lambda text: text[::-1], str, lambda text: "".join(sorted(text)), lambda text: text[:-1])
 
 
 def softmax(x):
@@ -35,11 +49,11 @@ def rows(path, count):
     return str(file)
 
 
-def lengths_of(tmp_path, seed, targets, longest, alpha, steps=201, G=8, P=16):
+def lengths_of(folder, seed, targets, longest, alpha, steps=201, G=8, P=16):
     """Returns (task reward, length penalty, length error) by step, of a policy with a distribution of lengths for each target, and one of answers."""
     loop = asyncio.new_event_loop()
     options = {"budget": "exact", "budget_targets": targets, "budget_alpha": alpha}
-    env = envs.load("dataset", path=rows(tmp_path, 64), seed=0, **options)
+    env = envs.load("dataset", path=rows(folder, 64), seed=0, **options)
     rng, logits, answer, curve = np.random.default_rng(seed), np.zeros((len(targets), longest)), -1.0, []
     for step in range(steps):
         grad, grad_answer, seen = np.zeros_like(logits), 0.0, []
@@ -68,25 +82,6 @@ def lengths_of(tmp_path, seed, targets, longest, alpha, steps=201, G=8, P=16):
     return np.array(curve)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_policy_learns_two_lengths(tmp_path, seed):
-    """Targets of 4 and 12 tokens, lengths of 1 to 16, alpha * range = 1: the error falls under 20 %, and the task is learned, too."""
-    curve = lengths_of(tmp_path, seed, (4, 12), 16, 1 / 16)
-    assert curve[-20:, 2].mean() < 0.2 and curve[-20:, 0].mean() > 0.95
-    assert curve[:5, 2].mean() > 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", environments.TARGETS)
-def test_the_length_penalties_of_target_short_and_long_fall(tmp_path, name):
-    """The two experiments with 250 tokens as one: targets of 4 to 16 and of 8 to 40, alpha of 0.075."""
-    options = environments.get_config(name).env.options
-    targets = tuple(target // 250 for target in options.budget_targets)
-    curve = lengths_of(tmp_path, 0, targets, targets[-1] * 5 // 4, 250 * options.budget_alpha, steps=401)
-    assert curve[-20:, 0].mean() > 0.95 and curve[-20:, 1].mean() < curve[:5, 1].mean() / 4
-
-
 def learn(env, kind_of, rng, steps=20, P=8, G=8):
     """Returns the success on the learnable tasks after some steps: they share a skill, others never or always succeed."""
     skill = -2.0
@@ -104,20 +99,84 @@ def learn(env, kind_of, rng, steps=20, P=8, G=8):
     return 1 / (1 + np.exp(-skill))
 
 
-def test_a_window_of_pass_rates_beats_all_tasks(tmp_path):
-    """60 % of the tasks are never solved and 20 % always: at equal steps, the window learns more, in each of three seeds."""
-    path, found = rows(tmp_path, 200), []
+def window(folder):
+    """Prints the success on the tasks that can be learned: 60 % of all are never solved, and 20 % always."""
+    path, found = rows(folder, 200), []
     plain = envs.load("dataset", path=path, seed=0)
     prompts = [plain.make_task(index, "train").messages[-1]["content"] for index in range(plain.num_tasks)]
     for seed in range(3):
         rng = np.random.default_rng(seed)
         kind_of = {one: rng.choice(["never", "always", "learnable"], p=[0.6, 0.2, 0.2]) for one in prompts}
         rates = {"never": 0.0, "always": 1.0, "learnable": 0.25}
-        file = tmp_path / f"rates{seed}.jsonl"
+        file = folder / f"rates{seed}.jsonl"
         keys = [envs.environment.content_key(plain.make_task(i, "train").messages) for i in range(len(prompts))]
         own = [{"key": k, "task": f"x/train/{i}", "rate": rates[kind_of[prompts[i]]]} for i, k in enumerate(keys)]
         file.write_text("".join(json.dumps(row) + "\n" for row in own))
         window = envs.load("dataset", path=path, seed=0, solve_rate=(0.125, 0.5), solve_rates_path=str(file))
         found.append([learn(env, kind_of, np.random.default_rng(seed)) for env in (window, plain)])
     print("success after 20 steps, window and all tasks:", np.round(found, 2).tolist())
-    assert all(filtered > unfiltered + 0.2 for filtered, unfiltered in found)
+
+
+def fine_tuned(file, env):
+    """Returns the held-out score of a policy that chooses one of `STRATEGIES` per length of text, after SFT on a file of conversations."""
+    rows = [[message["content"] for message in row["messages"]] for row in sources.read(file)["train"]]
+    rows = [(question.removeprefix("Reverse: "), answer) for question, answer in rows]
+    fits = np.float32([[make(text) == answer for make in STRATEGIES] for text, answer in rows])
+    weights = fits / fits.sum(1, keepdims=True)  # a palindrome is copied, too
+    length, theta = np.array([len(text) for text, _ in rows]), np.zeros((6, len(STRATEGIES)), np.float32)
+
+    @jax.jit
+    @jax.grad
+    def gradient(theta):
+        logp = jax.nn.log_softmax(theta)[length]
+        return losses.cross_entropy(logp, logp, weights, np.ones_like(weights), denom=len(rows))[0]
+
+    for _ in range(200):
+        theta -= 2.0 * np.asarray(gradient(theta))
+    p, score = np.asarray(jax.nn.softmax(theta)), 0.0
+    for task in (env.make_task(index, "held_out") for index in range(100)):
+        rewards = [env.score(task, make(task.answer[::-1]))["reward"] for make in STRATEGIES]
+        score += float(p[len(task.answer)] @ rewards) / 100
+    return score
+
+
+def accepted(folder, seed):
+    """Prints the held-out scores after fine-tuning on all responses, and on the accepted ones."""
+    rng, rows = np.random.default_rng(seed), []
+    env = envs.load("reverse_text", seed=seed, min_length=3, max_length=5, reward="exact")
+    for index in range(600):
+        task = env.make_task(index, "train")
+        answer = STRATEGIES[rng.integers(len(STRATEGIES))](task.answer[::-1])
+        right = bool(env.score(task, answer)["reward"]) != (rng.random() < 0.1)
+        about = {
+            "response_id": str(index),
+            "problem_id": str(index),
+            "task_type": "reverse_text",
+            "score": float(right),
+        }
+        rows.append(about | {"messages": [*task.messages, {"role": "assistant", "content": answer}]})
+    found = {}
+    for name, min_score in (("all", 0.0), ("accepted", 0.5)):
+        (folder / name).mkdir()
+        count = generate.write(folder / name, rows, min_score)
+        found[name] = fine_tuned(folder / name / "sft.jsonl", env)
+        print(f"seed {seed}, SFT on {count} responses ({name}): held-out score {found[name]:.2f}")
+
+
+def main():
+    """Runs all toys."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        window(folder)
+        for seed in range(3):
+            lengths_of(folder, seed, (4, 12), 16, 1 / 16)
+            (folder / f"{seed}").mkdir()
+            accepted(folder / f"{seed}", seed)
+        for target in environments.TARGETS:
+            options = environments.get_config(target).env.options
+            targets = tuple(one // 250 for one in options.budget_targets)
+            lengths_of(folder, 0, targets, targets[-1] * 5 // 4, 250 * options.budget_alpha, steps=401)
+
+
+if __name__ == "__main__":
+    main()
