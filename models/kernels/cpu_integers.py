@@ -88,6 +88,7 @@ def product(x_RK: jax.Array, *kernels: int8.Quantized | Nibbles) -> jax.Array:
     R = len(x_RK)
     top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
     step_R1 = jnp.ldexp(jnp.float32(1), jnp.frexp(top_R1 / int8.LARGEST)[1])
+    step_R1 = jnp.where(jnp.isfinite(top_R1), step_R1, jnp.nan)  # NaN would become the integer 0
     steps_RK = x_RK / step_R1
     high_RK = jnp.round(steps_RK)
     low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)

@@ -54,6 +54,19 @@ def test_a_number_that_is_not_finite_stays_in_its_row_and_channel():
     assert not np.isfinite(got[1]).any()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [3, 9])
+def test_a_row_that_is_not_finite_is_none_after_a_product_of_integers(rows, quantization):
+    """Broken weights would show as finite logits. 3 rows are multiplied by LLVM's code, 9 by XLA."""
+    made = cpu_transposed.transpose(jnp.asarray(RNG.standard_normal((576, 512)), "float32"), 1, quantization)
+    x = RNG.standard_normal((1, rows, 576)).astype("float32")
+    expected = np.asarray(made.rows(jnp.asarray(x)))
+    x[0, 0, 17], x[0, 1, 0] = np.nan, -np.inf
+    got = np.asarray(made.rows(jnp.asarray(x)))
+    assert np.isnan(got[0, :2]).all()
+    np.testing.assert_array_equal(got[0, 2:], expected[0, 2:])
+
+
 def test_many_threads_get_what_one_gets_in_loops_and_maps_too():
     """More callers than cores, each with products that several threads compute."""
     kernel = jnp.asarray(RNG.standard_normal((3000, 576)), "bfloat16")
