@@ -78,8 +78,10 @@ def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
 
 def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool:
     """Returns True if cpu_row_product.py can multiply so many rows by these matrices in one call."""
+    if len(set(map(type, kernels))) > 1:
+        return False
     kind, weights, _ = _parts(kernels)
-    return len(set(map(type, kernels))) == 1 and cpu_row_product.fits(2 * num_rows, weights, kind)
+    return cpu_row_product.fits(2 * num_rows, weights, kind)
 
 
 def product(x_RK: jax.Array, *kernels: int8.Quantized | Nibbles) -> jax.Array:
