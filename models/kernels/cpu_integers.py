@@ -78,8 +78,10 @@ def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
 
 def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool:
     """Returns True if cpu_row_product.py can multiply so many rows by these matrices in one call."""
+    if len(set(map(type, kernels))) > 1:
+        return False
     kind, weights, _ = _parts(kernels)
-    return len(set(map(type, kernels))) == 1 and cpu_row_product.fits(2 * num_rows, weights, kind)
+    return cpu_row_product.fits(2 * num_rows, weights, kind)
 
 
 def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_few: bool) -> jax.Array:
@@ -91,6 +93,7 @@ def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_
     R = len(x_RK)
     top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
     step_R1 = jnp.ldexp(jnp.float32(1), jnp.frexp(top_R1 / int8.LARGEST)[1])
+    step_R1 = jnp.where(jnp.isfinite(top_R1), step_R1, jnp.nan)  # NaN would become the integer 0
     steps_RK = x_RK / step_R1
     high_RK = jnp.round(steps_RK)
     low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)

@@ -7,8 +7,8 @@ Such a product costs the time to read the weights. XLA's kernels read 7 to 10 GB
    float32, those of integers in int32: exactly. Several matrices may be multiplied by the same rows, one after the other.
 2. LLVM (llvmlite) compiles this for the host's CPU when a program with such a product is traced, once for each number of rows: 20 ms.
 3. XLA calls `handler(frame)` by its typed FFI. The offsets in `THREADS` are those of the C structs in jaxlib's
-   include/xla/ffi/api/c_api.h. A frame with an extension asks for the version of the interface. Any other is a call. The result null
-   means success.
+   include/xla/ffi/api/c_api.h. XLA asks for their version by an extension of the frame, and refuses one that it does not support.
+   Any other frame is a call. The result null means success.
 4. The handler asks XLA's pool for its other threads. Each takes chunks of output channels, by an atomic counter, until none is
    left: a thread that comes late, or never, delays none. Then the handler waits for the chunks that others took.
 5. A late thread reads only the job's counters, which its last user frees: the frame may be gone.
@@ -22,8 +22,8 @@ Letters: R rows, K numbers summed over, N output channels of all matrices, H = K
 import ctypes
 import functools
 import hashlib
+import logging
 import os
-import pathlib
 import re
 import threading
 from collections.abc import Sequence
@@ -37,7 +37,10 @@ try:
 except (ImportError, OSError):  # not installed, or not for this system
     binding: Any = None
     ir: Any = None
+if binding is not None and binding.llvm_version_info[0] < 20:  # llvmlite 0.44 does not parse the code
+    binding = None
 
+MULTIPLE = 64  # K is a multiple of this
 MIN_BYTES = 131072  # of a matrix: a smaller one stays in a core's cache
 CHUNK_BYTES = 65536  # of weights that a thread takes at a time
 BYTES_PER_THREAD = 262144  # waking a thread takes as long as reading these
@@ -46,14 +49,19 @@ AHEAD = 4096  # so many bytes before their use, weights are requested from memor
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 1}  # kind of weights -> of an element in memory
 MAX_ROWS = {"float32": 8, "bfloat16": 8, "int8": 8, "int4": 16}  # twice as many take longer than XLA's product
 LANES = 16  # sums in a vector
+API = {"MAJOR": 0, "MINOR": 3}  # version of XLA's structs, that of jax 0.10.2; jax 0.12 has 0.5, with the same offsets
 
 
 def fits(num_rows: int, weights: Sequence[jax.Array], kind: str) -> bool:
     """Returns True if this is the way to multiply so many rows by matrices of `kind`, a dtype or "int4"."""
-    if binding is None or os.name != "posix" or ctypes.sizeof(ctypes.c_void_p) != 8 or num_rows > MAX_ROWS.get(kind, 0):
+    if os.name != "posix" or ctypes.sizeof(ctypes.c_void_p) != 8 or not 0 < num_rows <= MAX_ROWS.get(kind, 0):
         return False
-    multiple = 32 if kind == "int4" else 64
-    return all(matrix.shape[1] % multiple == 0 and matrix.size * BYTES[kind] >= MIN_BYTES for matrix in weights)
+    multiple = MULTIPLE // 2 if kind == "int4" else MULTIPLE
+    if any(matrix.shape[1] % multiple or matrix.size * BYTES[kind] < MIN_BYTES for matrix in weights):
+        return False
+    if binding is None:
+        _warn()
+    return binding is not None
 
 
 def product(x_RK: jax.Array, weights: Sequence[jax.Array], kind: str, factors: Sequence[jax.Array] = ()) -> jax.Array:
@@ -61,10 +69,23 @@ def product(x_RK: jax.Array, weights: Sequence[jax.Array], kind: str, factors: S
 
     Weights of kind "int4" are the bytes [..., H] of `cpu_integers.Nibbles`, and `factors` those [..., 2, G] of each.
     """
+    K, is_nibbles = x_RK.shape[1], kind == "int4"
+    # Nothing else keeps the code from reading beyond an array.
+    assert K % MULTIPLE == 0 and len(factors) == is_nibbles * len(weights), (x_RK.shape, len(factors))
+    for matrix in weights:
+        assert matrix.shape[1:] == (K >> is_nibbles,) and matrix.dtype == ("int8" if is_nibbles else kind), matrix
+    for matrix, factor in zip(weights, factors, strict=False):
+        assert factor.shape == (len(matrix), 2, K // 64) and factor.dtype == "int8", factor
     x_type, out_type = (jnp.int16, jnp.int32) if "int" in kind else (jnp.float32, jnp.float32)
     out = jax.ShapeDtypeStruct((len(x_RK), sum(map(len, weights))), out_type)
     call = jax.ffi.ffi_call(_target(kind, len(x_RK), len(weights)), out, vmap_method="sequential")
     return call(x_RK.astype(x_type), *weights, *factors)
+
+
+@functools.cache
+def _warn() -> None:
+    text = "llvmlite 0.45 or later cannot be imported: products of few rows on this CPU take about twice as long"
+    logging.getLogger(__name__).warning("%s; pip install -U llvmlite", text)
 
 
 def _target(kind: str, num_rows: int, num_matrices: int) -> str:
@@ -78,18 +99,21 @@ _lock = threading.Lock()  # a second registration is an error
 
 @functools.cache
 def _registered(kind: str, num_rows: int, num_matrices: int) -> str:
-    header = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
-    numbers = dict(re.findall(r"define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
-    numbers |= {"CHUNK": CHUNK_BYTES, "PER_THREAD": BYTES_PER_THREAD, "MOST": MAX_THREADS, "SIZE": BYTES[kind]}
+    code = _code(kind, num_rows, num_matrices)
+    name = f"intellax_rows_{hashlib.sha256(code.encode()).hexdigest()[:16]}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_compiled(code)), platform="cpu")
+    return name
+
+
+def _code(kind: str, num_rows: int, num_matrices: int) -> str:
+    """Returns LLVM's code of `handler(frame)`."""
+    numbers = API | {"CHUNK": CHUNK_BYTES, "PER_THREAD": BYTES_PER_THREAD, "MOST": MAX_THREADS, "SIZE": BYTES[kind]}
     code = _rows(kind, num_rows, num_matrices) + THREADS
     for name, number in numbers.items():
         code = re.sub(rf"\b{name}\b", str(number), code)
     place = r"\3.\4 = getelementptr i8, ptr \3, i64 \4\n  "
     code = re.sub(r"(%\w+) = get (\w+), (%\w+) \+ (\d+)", rf"{place}\1 = load \2, ptr \3.\4", code)
-    code = re.sub(r"set (\w+) (\S+), (%\w+) \+ (\d+)", rf"{place}store \1 \2, ptr \3.\4", code)
-    name = f"intellax_rows_{hashlib.sha256(code.encode()).hexdigest()[:16]}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_compiled(code)), platform="cpu")
-    return name
+    return re.sub(r"set (\w+) (\S+), (%\w+) \+ (\d+)", rf"{place}store \1 \2, ptr \3.\4", code)
 
 
 def _compiled(code: str):
@@ -122,7 +146,7 @@ def _rows(kind: str, num_rows: int, num_matrices: int) -> str:
     total_arguments = [f32(0.0)] * is_float
     total_type = ir.FunctionType(sum_type, [f32] * is_float + [sums_type])
     total = ir.Function(module, total_type, f"llvm.vector.reduce.{add}.v{LANES}{'f' if is_float else 'i'}32")
-    fma = ir.Function(module, ir.FunctionType(sums_type, [sums_type] * 3), f"llvm.fma.v{LANES}f32")
+    fma = ir.Function(module, ir.FunctionType(sums_type, [sums_type] * 3), f"llvm.fmuladd.v{LANES}f32")
     prefetch = ir.Function(module, ir.FunctionType(void, (pointer, i32, i32, i32)), "llvm.prefetch.p0")
 
     def get(base, offset, kind=pointer):
@@ -240,8 +264,12 @@ declare i64 @llvm.smax.i64(i64, i64)
 
 define ptr @handler(ptr %frame) {
   %extension = get ptr, %frame + 8
-  %is_call = icmp eq ptr %extension, null
-  br i1 %is_call, label %call, label %query
+  %has_none = icmp eq ptr %extension, null
+  br i1 %has_none, label %call, label %extended
+extended:
+  %type = get i32, %extension + 8
+  %is_query = icmp eq i32 %type, 1
+  br i1 %is_query, label %query, label %call
 query:
   %metadata = get ptr, %extension + 24
   set i32 MAJOR, %metadata + 24

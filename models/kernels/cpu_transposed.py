@@ -122,7 +122,7 @@ def _transposed(kernel, num_inputs, quantization) -> Transposed:
 
 
 def _fits_few(num_rows: int, kernels) -> bool:
-    if not isinstance(kernels[0], jax.Array):
+    if not all(isinstance(kernel, jax.Array) for kernel in kernels):
         return cpu_integers.fits_few(num_rows, kernels)
     dtypes = {str(kernel.dtype) for kernel in kernels}
     return len(dtypes) == 1 and cpu_row_product.fits(num_rows, kernels, *dtypes)
