@@ -154,8 +154,8 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
             path = path.strip()
-            is_here = name == "init_from" and bool(path) and not (hub.is_id(path) or hub.is_url(path))
-            if (is_here or path.startswith((".", "/"))) and not os.path.exists(path):
+            is_here = name == "warmup.data" or name == "init_from" and not (hub.is_id(path) or hub.is_url(path))
+            if (path and is_here or path.startswith((".", "/"))) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
     if (
