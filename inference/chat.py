@@ -48,6 +48,8 @@ def talk(http: httpx.Client, options: dict, system: str | None) -> None:
     """Reads user messages from the terminal and prints replies until the end of input. `system` is the system prompt or None."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
+    if sys.stdin.isatty():
+        cli.note("an empty line starts a new conversation, Ctrl-C ends a reply, Ctrl-D ends the chat")
     while True:
         try:
             line = input("> ").strip()
@@ -124,6 +126,8 @@ def main(argv: list[str] | None = None) -> int:
                 kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)
                 if pathlib.Path(folder).exists():  # not a URL or a hub ID; the server has another working directory
                     folder = str(pathlib.Path(folder).resolve())
+                elif args.weights and "://" not in folder:  # a server would wait for it to appear
+                    raise ValueError(f"{folder} does not exist; give the --workdir of a run")
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             timeout = httpx.Timeout(600, connect=10)
             http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=timeout))

@@ -41,7 +41,7 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     name, _, revision = str(path_or_repo).partition("@")
     try:
         found = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files))
-    except (OSError, ValueError) as error:  # no network, no such repository, no access to it
+    except Exception as error:  # no network, no such repository, no access: also errors of the package's HTTP library
         line = str(error).strip().partition("\n")[0] or type(error).__name__  # some have no text
         raise ValueError(
             f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "

@@ -316,11 +316,11 @@ def _whole(workdir: str, hosts: hosts_lib.Hosts) -> Iterator[None]:
 
 
 def main() -> None:
+    if flags.FLAGS.config.warmup.num_steps == 0:
+        raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config, has_rollouts=False)
         mesh = layout.learner_mesh(exp.config)
-        if exp.config.warmup.num_steps == 0:
-            raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         initial.check(exp.config.init_from)
         free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
         name = flags.FLAGS.workdir

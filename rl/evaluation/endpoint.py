@@ -17,10 +17,10 @@ import httpx
 from models.text import parsers
 from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
-from sharding.system import bounded_reply, retries, sockets
+from sharding.system import bounded_reply, cli, retries, sockets
 
 REPLY_S, MAX_REPLY_BYTES = 600.0, 2**26
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
+FIRST_PAUSE_S, NOTED_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0, 20.0  # the second: a wait that long is told
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SEED = 2**31  # exact for all servers
 
@@ -51,7 +51,7 @@ class Endpoint:
             raise ValueError(f"--url {url!r} is not a URL; write http://HOST:PORT/v1")
         self.max_tokens, self._url, self._give_up_s = max_tokens, f"{url.rstrip('/')}/chat/completions", give_up_s
         self._body = ({"model": model} if model else {}) | {"temperature": temperature} | dict(extra or {})
-        self._free = asyncio.Semaphore(concurrency)
+        self._free, self._is_noted = asyncio.Semaphore(concurrency), False
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = bounded_reply.make_client(timeout=httpx.Timeout(REPLY_S, connect=10.0), headers=headers)
@@ -102,6 +102,7 @@ class Endpoint:
             try:
                 reply = await bounded_reply.fetch(self._http, "POST", self._url, MAX_REPLY_BYTES, REPLY_S, json=body)
                 if reply.status_code == 200:
+                    self._is_noted = False
                     return reply.json()
                 problem = f"status {reply.status_code}: {' '.join(reply.text.split())[:300]}"
                 if reply.status_code not in BUSY:
@@ -110,7 +111,10 @@ class Endpoint:
                 problem = f"{type(error).__name__} {error}"
             if loop.time() + (pause_s := pauses.next_s()) > end_s:
                 text = f"{self._url} did not answer for {self._give_up_s:.0f} s ({problem})"
-                raise ConnectionError(f"{text}; start it, and repeat the command: it continues")
+                raise ConnectionError(f"{text}; start it, or correct --url, and repeat the command: it continues")
+            if pause_s >= NOTED_PAUSE_S and not self._is_noted:  # one line, of all requests that wait
+                self._is_noted = True
+                cli.note(f"waiting for {self._url} ({problem}); start it, or correct --url")
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
 
 

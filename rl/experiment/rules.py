@@ -154,7 +154,7 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     values = base_fields.flat(config.to_dict())
     elsewhere = {  # values that name no file of this machine
         "init_from": lambda path: hub.is_id(path) or hub.is_url(path),
-        "warmup.data": lambda path: not config.warmup.num_steps,
+        "warmup.data": lambda path: False,
         "trust.bands": lambda path: path == "auto",
         "trust.stake_ledger": lambda path: False,
     }

@@ -56,6 +56,21 @@ def test_each_fault_is_named_with_its_remedy(results, tmp_path, monkeypatch):
         assert found.status == doctor.FAILED and "file is not a directory" in found.found
 
 
+def test_a_hub_that_cannot_be_reached_is_a_fault_with_its_remedy(results, monkeypatch):
+    """Its package raises the errors of an HTTP library of its own, which are neither OSError nor those of httpx."""
+
+    def fail(*args, **kwargs):
+        raise type("ConnectError", (Exception,), {})("Name or service not known\nmore")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: None)
+    found = results(init_from="Owner/Name")
+    assert found["init_from"].status == found["config"].status == doctor.FAILED
+    assert "(Name or service not known)" in found["init_from"].found and "HF_TOKEN" in found["init_from"].remedy
+    assert "(Name or service not known)" in found["config"].found and ".gguf" in found["config"].remedy
+
+
 def test_a_node_elsewhere_is_asked_and_its_clock_compared(results, monkeypatch):
     class Reply:
         status_code, headers = 200, {"date": "Wed, 21 Oct 2015 07:28:00 GMT"}

@@ -143,8 +143,13 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_reported(tmp_path, capsys
     with chat_server.serving(lambda body: (200, {"choices": []})) as url:
         assert sample(url, tmp_path / "c.jsonl", *options) == 1
     assert "not a chat completion" in capsys.readouterr().err
-    assert sample("http://127.0.0.1:9/v1", tmp_path / "d.jsonl", *options, "--give_up_s", 0) == 1
-    assert "did not answer" in capsys.readouterr().err
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint, "NOTED_PAUSE_S", 0.02)
+    url, options = "http://127.0.0.1:9/v1", ["--num_tasks", 3, *options[2:], "--give_up_s", 0.5]
+    assert sample(url, tmp_path / "d.jsonl", *options) == 1
+    waiting, given_up = capsys.readouterr().err.splitlines()  # three requests wait, and one says so
+    assert waiting.startswith(f"waiting for {url}/chat/completions (Connect") and "correct --url" in waiting
+    assert "did not answer for 0 s" in given_up and "it continues" in given_up
 
 
 @pytest.mark.slow
