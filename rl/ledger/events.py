@@ -239,10 +239,13 @@ _TABLE: dict[str, tuple[type[_Fields], dict[str, Any]]] = {
     "publish": (_Fields, {"version": _Count, "digest": _Hex64, "epoch": _Count}),
     "naming": (_Fields, {"steps": Annotated[list[_Amount], pydantic.Field(min_length=1, max_length=MAX_STEPS)]}),
 }
-_FIELDS = {
-    kind: pydantic.create_model(
-        kind, __base__=base, **{name: one if isinstance(one, tuple) else (one, ...) for name, one in fields.items()}
-    )
-    for kind, (base, fields) in _TABLE.items()
-}
+
+
+def _model(kind: str) -> type[_Fields]:
+    base, own = _TABLE[kind]
+    fields: dict[str, Any] = {name: one if isinstance(one, tuple) else (one, ...) for name, one in own.items()}
+    return pydantic.create_model(kind, __base__=base, **fields)
+
+
+_FIELDS = {kind: _model(kind) for kind in _TABLE}
 KINDS = tuple(_FIELDS)

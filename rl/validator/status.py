@@ -6,6 +6,7 @@ A file has the status of its worst group (STATUSES), and a request that of its w
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
@@ -17,7 +18,11 @@ TOO_MANY = "file: too many groups"
 MAX_REASONS = 256  # groups of a file whose reasons are listed, offenses first; `failing_indices` lists all rollouts
 STATUSES = ("accept", "incomplete_group", "crashed", "reject")  # the worst comes last
 # No fault of the worker: the group's other files are missing, or the weights are not here.
-NO_FAULT = {checks.Reason.OK: "accept", checks.Reason.SAMPLES: "incomplete_group", checks.Reason.WEIGHTS: "crashed"}
+NO_FAULT: dict[str, str] = {
+    checks.Reason.OK: "accept",
+    checks.Reason.SAMPLES: "incomplete_group",
+    checks.Reason.WEIGHTS: "crashed",
+}
 NO_OFFENSE = (checks.Reason.DUPLICATE, checks.Reason.UNSCORED, checks.Reason.NEWCOMER, TOO_MANY)
 
 
@@ -50,7 +55,8 @@ UNKNOWN = Status("unknown", "it was never submitted, or too long ago")
 def read(body: dict) -> Status:
     """Returns the status in the JSON of `dataclasses.asdict`."""
     tuples = {name: tuple(body[name]) for name in ("failing_indices", "signers")}
-    return Status(**body | tuples | {"reasons": {int(i): reason for i, reason in body["reasons"].items()}})
+    fields: dict[str, Any] = body | tuples | {"reasons": {int(i): reason for i, reason in body["reasons"].items()}}
+    return Status(**fields)
 
 
 def rejected(reason: str, num_rollouts: int = 1, signers: tuple[str, ...] = (), at: int = 0) -> Status:

@@ -71,7 +71,7 @@ class JsonProcess:
                     command,
                     cwd=folder,
                     env=variables,
-                    stdin=far_end,
+                    stdin=far_end.fileno(),
                     stdout=output,
                     stderr=output,
                     pass_fds=pass_fds,

@@ -94,8 +94,9 @@ def build_math(
 
     Raises ValueError for a missing or malformed file, and without the package math-verify. `seed` has no effect.
     """
-    options = {"path": path, "prompt": problem, "answer": answer, "system_prompt": system_prompt, "held_out": held_out}
-    made = build(reward="boxed", **options)
+    made = build(
+        path=path, prompt=problem, answer=answer, system_prompt=system_prompt, held_out=held_out, reward="boxed"
+    )
 
     def make_task(index: int, split: str) -> environment.Task:
         task = made.make_task(index, split)
