@@ -262,11 +262,11 @@ def _demonstration(env: environment.Environment, task: environment.Task, seed: i
 
 def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
+    if flags.FLAGS.config.warmup.num_steps == 0:
+        raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config, has_rollouts=False)
         mesh = layout.learner_mesh(exp.config)
-        if exp.config.warmup.num_steps == 0:
-            raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         initial.check(exp.config.init_from)
         free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts, free) as workdir:

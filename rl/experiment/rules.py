@@ -143,7 +143,7 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     """
     from rl import envs
 
-    if workdir and (pathlib.Path(workdir) / "metrics.jsonl").exists():
+    if is_resumed := bool(workdir) and (pathlib.Path(workdir) / "metrics.jsonl").exists():
         saved = atomic_file.read_json(pathlib.Path(workdir) / "config.json", dict)
         own, first = config.init_from, saved.get("config", {}).get("init_from", "")
         if saved and hub.without_revision(own) != hub.without_revision(first):
@@ -154,8 +154,9 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
             path = path.strip()
-            is_here = name == "init_from" and bool(path) and not (hub.is_id(path) or hub.is_url(path))
-            if (is_here or path.startswith((".", "/"))) and not os.path.exists(path):
+            is_here = name == "init_from" and not (hub.is_id(path) or hub.is_url(path))
+            is_here |= name == "warmup.data" and not is_resumed  # a score of the run does not need them
+            if (path and is_here or path.startswith((".", "/"))) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
     if (
