@@ -79,7 +79,7 @@ def test_the_dataset_of_the_page_trains_with_its_commands(tmp_path):
     for own in ([], ["--code=.", "--config.env.options.reward=own_reward:reward", "--workdir=own"]):
         done = run(tmp_path, *words, *own)
         assert done.returncode == 0, done.stderr
-        folder = tmp_path / ("own" if own else "runs/sums")
+        folder = tmp_path / ("own" if own else "runs/questions")
         assert sum(line["trust/num_accepted"] for line in tiny_run.lines(folder)) == 32
         env = json.loads((folder / "config.json").read_text())["config"]["env"]
         assert 70 < env["num_tasks"] < 83 and len(env["digest"]) == 64
