@@ -124,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
                 kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)
                 if pathlib.Path(folder).exists():  # not a URL or a hub ID; the server has another working directory
                     folder = str(pathlib.Path(folder).resolve())
+                elif args.weights and "://" not in folder:  # a server would wait for it to appear
+                    raise ValueError(f"{folder} does not exist; give the --workdir of a run")
                 url = stack.enter_context(served([f"--{kind}", folder, "--max_model_len", str(args.max_model_len)]))
             timeout = httpx.Timeout(600, connect=10)
             http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=timeout))
