@@ -48,6 +48,8 @@ def talk(http: httpx.Client, options: dict, system: str | None) -> None:
     """Reads user messages from the terminal and prints replies until the end of input. `system` is the system prompt or None."""
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
+    if sys.stdin.isatty():
+        cli.note("an empty line starts a new conversation, Ctrl-C ends a reply, Ctrl-D ends the chat")
     while True:
         try:
             line = input("> ").strip()
