@@ -144,7 +144,7 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     """
     from rl import envs
 
-    if workdir and (pathlib.Path(workdir) / "metrics.jsonl").exists():
+    if is_resumed := bool(workdir) and (pathlib.Path(workdir) / "metrics.jsonl").exists():
         saved = atomic_file.read_json(pathlib.Path(workdir) / "config.json", dict)
         own, first = config.init_from, saved.get("config", {}).get("init_from", "")
         if saved and hub.without_revision(own) != hub.without_revision(first):
@@ -154,7 +154,7 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
     values = base_fields.flat(config.to_dict())
     elsewhere = {  # values that name no file of this machine
         "init_from": lambda path: hub.is_id(path) or hub.is_url(path),
-        "warmup.data": lambda path: False,
+        "warmup.data": lambda path: is_resumed,  # an evaluation of the run does not need them
         "trust.bands": lambda path: path == "auto",
         "trust.stake_ledger": lambda path: False,
     }

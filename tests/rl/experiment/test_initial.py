@@ -151,6 +151,9 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
     assert found == [str(error.value)] * ("mamba" not in words)
     config.init_from, config.warmup.data = "", f"{tmp_path}, chats.jsonl"  # of two paths, one exists
     assert "warmup.data = 'chats.jsonl' does not exist; set it to files" in "".join(rules.mistakes_outside(config))
+    (run := tmp_path / "run").mkdir()
+    (run / "metrics.jsonl").touch()
+    assert [*rules.mistakes_outside(config, str(run))] == []  # one that has begun is scored without them
     (tmp_path / "config.json").unlink(missing_ok=True)
     (gguf := tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match=f"config.json does not exist; for the GGUF file in this folder, give {gguf}"):
