@@ -93,7 +93,8 @@ def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_
     R = len(x_RK)
     top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
     step_R1 = jnp.ldexp(jnp.float32(1), jnp.frexp(top_R1 / int8.LARGEST)[1])
-    step_R1 = jnp.where(jnp.isfinite(top_R1), step_R1, jnp.nan)  # NaN would become the integer 0
+    is_finite_R1 = jnp.isfinite(x_RK).all(axis=1, keepdims=True)  # a maximum on a CPU may pass over NaN
+    step_R1 = jnp.where(is_finite_R1, step_R1, jnp.nan)  # NaN would become the integer 0
     steps_RK = x_RK / step_R1
     high_RK = jnp.round(steps_RK)
     low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)

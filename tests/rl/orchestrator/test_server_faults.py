@@ -62,8 +62,7 @@ def started(tmp_path, monkeypatch):
     config.rl.update(prompts_per_step=P, samples_per_prompt=2, num_steps=3, max_lag=0)
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
     exp = experiment.resolve(config)
-    number = lambda name: int(name.rpartition("/")[2])  # noqa: E731
-    monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: 0.999 * (number(name) % P != 0))
+    monkeypatch.setattr(verdict_lib, "draw", lambda secret, name: 0.999 * (int(name.rpartition("/")[2]) % P != 0))
     may_judge = threading.Event()
 
     def judge(groups):
@@ -291,7 +290,7 @@ def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server()
     log = evidence_log.EvidenceLog(None, servers=[HONEST.worker], on_flagged=lambda key, line: lines.append(line))
     group = dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=1)
     for number in range(600):
-        (rollout,) = answers(dataclasses.replace(group, seed=number), logprobs=np.zeros(5, np.float32))
+        (rollout,) = answers(dataclasses.replace(group, group=number, seed=number), logprobs=np.zeros(5, np.float32))
         (noise_N,) = checks.exponential_noise([rollout])
         y_N = rng.exponential(size=len(noise_N))  # an honest server's
         rollout.logprobs[rollout.sampled_mask] = np.log(noise_N / y_N)
