@@ -1,4 +1,4 @@
-"""What other threads send to the scheduler's thread, besides requests: new weights, and functions to call."""
+"""Messages of other threads to the scheduler's thread, besides requests: new weights, and functions to call."""
 
 import concurrent.futures
 import dataclasses

@@ -66,7 +66,7 @@ def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge, seconds: prometh
         body = await web.read_body(request)
         with seconds.time():
             found = await asyncio.to_thread(judge.judge, body, message["rollouts"])
-        # Signed over the request, so that no third party can answer with what held earlier.
+        # Signed over the request, so that no third party can answer with earlier verdicts.
         reply = {"verdicts": [dataclasses.asdict(verdict) for verdict in found], "request": message["signature"]}
         return signed_message.sign(judge.key.private, reply)
 

@@ -212,7 +212,7 @@ class Bucket:
             self._lock.release()
 
     def begin(self) -> None:
-        """Deletes what an earlier publisher left of this version."""
+        """Deletes the rest of this version that an earlier publisher left."""
         self.remove()
 
     def abort(self) -> None:

@@ -92,7 +92,7 @@ def blank_tensor(name: str, leaf: Any, dtype: str | Mapping[str, str] | None, ti
 
 
 def write_chunks(out: destination.Directory | destination.Bucket, plan: Plan, copy: HostCopy | None) -> HostPart:
-    """Writes this host's chunks of a version to `out`, and returns what it wrote. `copy`, if given, receives their bytes."""
+    """Writes this host's chunks of a version to `out`, and returns the written part. `copy`, if given, receives their bytes."""
     untied, is_first = [t for t in plan.tensors if t.tied_to is None], jax.process_index() == 0
     writer = _Writer(out, plan, copy, HostPart({t.name: [] for t in untied}, []))
     if plan.same is not None:

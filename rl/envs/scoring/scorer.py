@@ -64,7 +64,7 @@ class FirstErrors:
         self._on_error, self._kinds = on_error, set()
 
     def report(self, found: str, error: str) -> None:
-        """Reports an error, unless there was one of its kind. `found` says what failed, and where."""
+        """Reports an error, unless there was one of its kind. `found` names the failed part and its place."""
         kind = error.partition(":")[0][:80]
         if kind not in self._kinds and len(self._kinds) < MAX_KINDS:
             self._kinds.add(kind)

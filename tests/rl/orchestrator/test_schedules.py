@@ -50,7 +50,7 @@ class World:
         # The learner: the epoch, batches taken, versions published and loaded, and checkpoints to resume from.
         self.epoch, self.step, self.published, self.loaded, self.trained_s = 0, 0, 0, 0, None
         self.saved = {0: None}
-        # What an orchestrator has after a restart: states of batches, the ledger's last batch, and the log of groups.
+        # The rest after a restart of an orchestrator: states of batches, the ledger's last batch, and the log of groups.
         self.states, self.last, self.log = {0: None}, ([], []), {}
         self.servers = {f"server{i}": Policy(0, 0) for i in range(2)}
         self.hung = set()

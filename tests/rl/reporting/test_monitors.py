@@ -1,4 +1,4 @@
-"""Monitors get what metrics.jsonl gets, an error of one ends that one alone, and a resume continues the run of the program."""
+"""Monitors get the lines of metrics.jsonl, an error of one ends that one alone, and a resume continues the run of the program."""
 
 import json
 import os
