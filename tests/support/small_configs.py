@@ -15,7 +15,7 @@ from rl.plan import sizes
 from tests.support import tiny
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
-NO_EXPERIMENTS = ("__init__", "base", "presets", "tpu_gsm8k", "recipes")
+NO_EXPERIMENTS = ("__init__", "base", "presets", "tpu_gsm8k", "recipes", "environments")
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem not in NO_EXPERIMENTS)
 NAMES += [f"recipes:{name}" for name in recipes.RECIPES]
 DIMS = dict(vocab_size=272, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64)
