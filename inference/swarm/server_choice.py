@@ -28,7 +28,7 @@ class _Server:
     num_failures: int = 0  # in a row
     free_s: float = -math.inf  # not used before
     problem: str = ""
-    is_told: bool = True  # by the newest list
+    is_listed: bool = True  # by the newest list
 
 
 class ServerChoice:
@@ -47,24 +47,24 @@ class ServerChoice:
         Several may name one URL. Any of their keys may sign its samples then: a liar could else take the place of an honest server.
         """
         known, self._servers = self._servers, {}
-        for told in servers:
-            url = str(told["url"]).rstrip("/")
-            key, limit, is_first = str(told.get("key", "")), int(told.get("limit", 0)), url not in self._servers
+        for listed in servers:
+            url = str(listed["url"]).rstrip("/")
+            key, limit, is_first = str(listed.get("key", "")), int(listed.get("limit", 0)), url not in self._servers
             server = self._servers[url] = known.pop(url, _Server()) if is_first else self._servers[url]
             if key or not is_first:
                 server.keys = frozenset({key}) if is_first else (server.keys or frozenset({""})) | {key}
-            server.limit, server.is_told = limit if is_first else max(server.limit, limit), True
-            if "version" in told:
+            server.limit, server.is_listed = limit if is_first else max(server.limit, limit), True
+            if "version" in listed:
                 known_version = -1 if math.isinf(server.version) else server.version
-                server.version = max(known_version, int(told["version"]))
-            server.load_of_others = max(0.0, float(told.get("load", 0)) - server.in_flight)
+                server.version = max(known_version, int(listed["version"]))
+            server.load_of_others = max(0.0, float(listed.get("load", 0)) - server.in_flight)
         for url, server in known.items():
             if server.in_flight:  # forgotten when its last request ends
-                server.is_told, self._servers[url] = False, server
+                server.is_listed, self._servers[url] = False, server
 
     def urls(self) -> list[str]:
         """Returns the URLs of the servers in the newest list."""
-        return [url for url, server in self._servers.items() if server.is_told]
+        return [url for url, server in self._servers.items() if server.is_listed]
 
     def keys(self, url: str) -> frozenset[str]:
         """Returns the public keys that may sign the samples of a server: none if it signs none, and "" if it need not."""
@@ -88,7 +88,7 @@ class ServerChoice:
         found = {
             url: (times[url], server.in_flight + server.load_of_others)
             for url, server in self._servers.items()
-            if server.is_told
+            if server.is_listed
             and url not in avoid
             and server.version >= min_version
             and now_s >= server.free_s
@@ -112,7 +112,7 @@ class ServerChoice:
         """Records the end of a request: a reply, a `problem` of the server (None: cancelled by us), or a server that `is_busy`."""
         server = self._servers[url]
         server.in_flight -= num_samples
-        if not server.in_flight and not server.is_told:
+        if not server.in_flight and not server.is_listed:
             del self._servers[url]
         if is_busy:
             server.free_s = max(server.free_s, now_s + BUSY_S)
@@ -137,8 +137,8 @@ class ServerChoice:
 
     def outage(self) -> str:
         """Returns a line with the error of each server if all fail, or if there is none; else ""."""
-        told = [server.problem for server in [*self._servers.values()] if server.is_told]
-        return "" if told and not all(told) else self.problems() or "none is named by the orchestrator"
+        problems = [server.problem for server in [*self._servers.values()] if server.is_listed]
+        return "" if problems and not all(problems) else self.problems() or "none is named by the orchestrator"
 
     def problems(self) -> str:
         """Returns a line on the servers that fail, "" if none does."""

@@ -20,7 +20,7 @@ from rl.envs.recording import session as session_lib
 from sharding.system import bounded_reply, cli, retries, sockets
 
 REPLY_S, MAX_REPLY_BYTES = 600.0, 2**26
-FIRST_PAUSE_S, NOTED_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0, 20.0  # the second: a wait that long is told
+FIRST_PAUSE_S, NOTED_PAUSE_S, MAX_PAUSE_S = 0.5, 4.0, 20.0  # the second: a wait that long is reported
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SEED = 2**31  # exact for all servers
 

@@ -257,7 +257,7 @@ class Orchestrator:
         with self.nodes.holding(policy), self.locked as state, contextlib.ExitStack() as stack:
             self.locked.wait_for(lambda: state.version >= version)
             groups = [group for group in groups if group.env not in state.left_out]
-            state.queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
+            state.queue.add(groups, after=version + 1)  # the learner waits for that batch, and later ones may wait
             waiting = functools.partial(self._evaluation, state, version, name, groups, state.clock())
             state.evaluating[version, name] = waiting
             stack.callback(state.evaluating.pop, (version, name))

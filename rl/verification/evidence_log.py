@@ -244,8 +244,8 @@ class EvidenceLog:
 
     def _tell_all(self) -> None:
         with self._lock:
-            told, self._to_tell = self._to_tell, []
-        for key, line in told:
+            lines, self._to_tell = self._to_tell, []
+        for key, line in lines:
             self._on_flagged(key, line)
 
 

@@ -54,16 +54,16 @@ class GroupQueue:
         self._max_deadlines = 0  # with more of them, those of ended leases are dropped
         self._serial = itertools.count()
 
-    def add(self, groups: Sequence[lease_lib.Lease], *, behind: int | None = None) -> None:
-        """Adds open groups at the end of the queue or, with `behind`, after the open ones of that training step and of evaluations."""
-        first = [] if behind is None else [key for key in self._index.open if key[:2] == ("train", behind)]
-        if behind is not None:  # an evaluation that began earlier must not wait for all later ones
+    def add(self, groups: Sequence[lease_lib.Lease], *, after: int | None = None) -> None:
+        """Adds open groups at the end of the queue or, with `after`, after the open ones of that training step and of evaluations."""
+        first = [] if after is None else [key for key in self._index.open if key[:2] == ("train", after)]
+        if after is not None:  # an evaluation that began earlier must not wait for all later ones
             first += [key for key in self._index.open if key[0] == "held_out"]
         for group in groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group)
             self._update(group.key)
-        if behind is not None:
+        if after is not None:
             for key in reversed([*first, *(group.key for group in groups)]):
                 self._to_front(key)
 

@@ -364,7 +364,7 @@ def test_a_group_that_arrives_stale_is_made_again_and_counts_as_a_lost_lease_whe
     key, orchestrator = KEYS[0], make(batch=batch)
     earn(orchestrator, key, 4)
     if is_held_out:  # an evaluation is of an old version, and takes its time
-        inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator.config, 0), behind=0)
+        inside(orchestrator).queue.add(task_schedule.held_out_groups(orchestrator.config, 0), after=0)
     (group,) = orchestrator.leases.lease(key.worker, 1)
     publish(orchestrator, num_versions)
     inside(orchestrator).batches.step, is_stale = num_versions, num_versions == 9 and not is_held_out

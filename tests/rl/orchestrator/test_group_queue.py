@@ -71,7 +71,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.step += 1
         keys = [group.key for group in batch(self.step)]
         before = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
-        self.queue.add(batch(self.step), behind=None if back is None else self.step - 1 - back)
+        self.queue.add(batch(self.step), after=None if back is None else self.step - 1 - back)
         self.sets[State.OPEN].update(keys)
         self.opened.update(keys)
         order = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
@@ -392,8 +392,8 @@ def test_an_evaluation_waits_for_those_that_began_earlier():
     held_out = lambda version: [dataclasses.replace(group, split="held_out") for group in batch(version)]  # noqa: E731
     for step in (1, 2, 3):
         queue.add(batch(step))
-    queue.add(held_out(0), behind=1)
-    queue.add(held_out(1), behind=2)
+    queue.add(held_out(0), after=1)
+    queue.add(held_out(1), after=2)
     order = [*batch(2), *held_out(0), *held_out(1), *batch(1), *batch(3)]
     assert [group.key for group in queue.lease("w", 99, 1.0)] == [group.key for group in order]
 
