@@ -70,7 +70,8 @@ def running(folder, exp, *, source=None, **hooks):
     """A run with a ledger, and a client of it. Its ledger must verify in the end, and nothing may have failed it."""
     hooks = {"secret": b"secret", "credit": exp.credit, "key": RUN, "invited": [HONEST.worker, CHEAT.worker]} | hooks
     with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker))
+        any_step = not task_schedule.is_fixed(exp.config.rl)
+        ledger = stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker, any_step=any_step))
         source = source or verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
         run = orchestrator_lib.Orchestrator(exp.config, folder, verdicts=source, ledger=ledger, **hooks)
         ledger.on_failure, run.ledger = run.fail, ledger
