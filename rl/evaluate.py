@@ -69,7 +69,7 @@ NUM_SAMPLES_SHOWN = 12
 class Evaluations(contextlib.AbstractContextManager):
     """The evaluations of a run, which go on while it trains. Scores, samples, and metrics are written when they arrive.
 
-    Results are taken in the order of their beginning, so that files grow in order.
+    Results are written in the order in which the evaluations began.
     """
 
     exp: experiment.Experiment

@@ -271,7 +271,7 @@ def _frozen(draft: _Draft, parts: _Parts) -> Experiment:
 
 
 def own_server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the axes of the mesh of a run's own server that are not 1."""
+    """Returns {axis: size} of `inference.mesh`, the mesh of a run's own server, without the axes of size 1."""
     return {axis: size for axis, size in config.inference.mesh.to_dict().items() if size != 1}
 
 

@@ -39,9 +39,9 @@ def completed(
 ) -> config_dict.ConfigDict:
     """Returns a copy of the config with the model and the tokenizer of the checkpoint in `init_from`, if there is one.
 
-    A field is the config's own if it differs from configs/base.py, or if `given`, the names set on the command line, has it.
-    Unless `needs_files`, a config with dims of its own needs no folder. Fields that replace the checkpoint's are printed. Raises ValueError in one line if the checkpoint is
-    absent or not supported, or if the config contradicts it.
+    A field keeps the config's value if that differs from configs/base.py, or if `given`, the names set on the command line, has the
+    field. A note lists the fields of the checkpoint that are replaced in this way. Unless `needs_files`, a config that sets `model_dim`
+    needs no checkpoint. Raises ValueError in one line if the checkpoint is absent or not supported, or if the config contradicts it.
     """
     config, defaults = config.copy_and_resolve_references(), experiment.default_fields()
 

@@ -138,9 +138,9 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
 
 
 def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Iterator[str]:
-    """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them.
+    """Yields an error message for each environment, environment option, file of rows, and checkpoint that does not exist. Reads none of them.
 
-    Also for another checkpoint than that of the run in `workdir`, before it is downloaded.
+    If the run in `workdir` began with another `init_from`, yields that mistake alone, before the new checkpoint is downloaded.
     """
     from rl import envs
 
@@ -283,7 +283,7 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if a run without bands allows more than float32 needs: no test of replays bounds the gain of a worker that uses it.
+    """Raises ValueError if a run without bands allows replays to differ by more than float32 needs: a worker could gain by using that room.
 
     With room of 0.02 a worker may choose 1 token in 80; with 0.05 it may bias each importance ratio by 5 %. Workdirs of earlier
     versions are read without this rule.
@@ -319,8 +319,8 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
 def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_lib.Tokenizer") -> None:
     """Raises ValueError for a task whose prompt leaves no room for a completion, or breaks a rule of the chat template: no worker could finish it.
 
-    All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is
-    rendered only if no earlier one has the same roles in the same order.
+    Checks all tasks of a dataset, and the first ones of an endless environment. A short prompt that fits with any template is rendered
+    only if its sequence of roles is new.
     """
     from rl import envs
 

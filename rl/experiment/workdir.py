@@ -45,10 +45,10 @@ def open_workdir(
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
-    Of a directory in a bucket, this is the folder that is mirrored there (sharding/bucket/mirror.py). Until RL begins, fields that begin
-    with one of `free` may differ from the config of the first start.
-    Raises ValueError if the directory belongs to another config, another process uses it, or this host's config differs from
-    that of host 0. Hosts other than the first do not access the directory.
+    For a directory in a bucket, the path is that of the local folder that is mirrored there (sharding/bucket/mirror.py). Until RL
+    begins, fields that begin with one of `free` may differ from the config of the first start. Raises ValueError if the directory
+    belongs to another config, another process uses it, or this host's config differs from that of host 0. Hosts other than the first do
+    not access the directory.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")

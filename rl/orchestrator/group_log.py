@@ -58,7 +58,7 @@ def write_batch(
 
 
 def read(log: row_log.RowLog) -> dict[queue_entry.Key, LoggedGroup]:
-    """Returns the last record of each group in a log, without those whose rows have another digest than they were verified by."""
+    """Returns the last record of each group in a log. Leaves out records whose rows do not have the digest in their header."""
     found = {}
     for step in log.steps():
         for head, rows in log.read(step):

@@ -45,9 +45,10 @@ def of_environment(
     digest: str = "",
     on_error: scorer_lib.Log = cli.note,
 ) -> "host_lib.Plays":
-    """Returns the host of an environment's episodes. `limit_s` is that of a step, as for `host.Host`; name and options are located.
+    """Returns the host of an environment's episodes: a `ForeignHost` for an environment of another framework, else a `Host`.
 
-    Raises ValueError for an environment of another framework that cannot be isolated if `sandbox` is "require".
+    `limit_s` is the CPU seconds of one step, as for `host.Host`. `name` and `options` are located (`catalog.locate`). Raises ValueError
+    for an environment of another framework that cannot be isolated if `sandbox` is "require".
     """
     if env.foreign is None:
         own = {"limit_s": limit_s, "sandbox": sandbox, "digest": digest, "on_error": on_error}

@@ -30,7 +30,10 @@ SPACES += ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
 
 
 def command(package: package_lib.Package, options: Mapping[str, Any], folder: str, socket: str) -> list[str]:
-    """Returns the command to put before that of the process. `folder` is the process's own, and `socket` the path of the model's endpoint."""
+    """Returns the prefix of a command (bubblewrap) that isolates the process of a package.
+
+    `folder` is the only folder that the process may write, and its current one. `socket` is the path of the model's endpoint.
+    """
     mounts = []
     for path in SYSTEM:
         mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]

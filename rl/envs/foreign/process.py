@@ -50,7 +50,7 @@ class Broken(ValueError):
 
 
 class Died(Broken):
-    """Raised for the episodes of a process that ended after it had loaded the environment. The next one starts it again."""
+    """Raised for the running episodes when the process ends after it has loaded the environment. The next episode starts the process again."""
 
 
 class ForeignProcess:

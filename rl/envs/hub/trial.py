@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of a trial, on which nothing may depend."""
+    """The surroundings of a trial: time zone, user, clock, and the like. The result of an environment must not depend on them."""
 
     order: int = 1  # -1: backwards
     hash_seed: int = 0

@@ -129,7 +129,7 @@ def _random_call(function: Mapping, rng: random.Random) -> dict:
 
 
 def random_value(schema: Mapping, rng: random.Random, depth: int = 0):
-    """Returns a random value that fits a JSON schema of the kinds that `tools.of` makes, as far as these go."""
+    """Returns a random value that fits a JSON schema. Only the kinds of schema that `tools.of` makes are understood; others count as strings."""
     if schema.get("enum"):
         return rng.choice(list(schema["enum"]))
     kind = schema.get("type", "string")

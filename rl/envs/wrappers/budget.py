@@ -69,7 +69,7 @@ def budgeted(
 
 
 def target_of(task: environment.Task, targets: Sequence[int], turn: int = 0) -> int:
-    """Returns the target of a task in epoch `turn`: in as many epochs as there are targets, a task has each of them once."""
+    """Returns the target length of a task in epoch `turn`. Over len(targets) epochs, a task gets each target once."""
     digest = hashlib.sha256(f"intellax/budget/{environment.content_key(task.messages)}".encode()).digest()
     return targets[(int.from_bytes(digest[:8], "little") + turn) % len(targets)]
 

@@ -73,7 +73,7 @@ class RequestRate:
         return left >= 0
 
     def give_back(self, network: str, count: float = 1.0) -> None:
-        """Takes back the `count` of one request: that of a worker which is known."""
+        """Takes back the cost `count` of a request that `take` counted against a network, because a known worker sent it."""
         if network in self._buckets:
             left, since_s = self._buckets[network]
             self._buckets[network] = min(BURST, left + count), since_s

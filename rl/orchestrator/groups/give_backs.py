@@ -24,7 +24,7 @@ MAX_TIMES = 1_000  # that are kept: of groups which were given back and made lat
 
 @dataclasses.dataclass
 class GiveBacks:
-    """The causes of groups that workers gave back: pure, but for the lines for people."""
+    """Counts why workers gave groups back. Has no clock and no lock; `on_notice` gets lines for people."""
 
     on_notice: Callable[[str], None]
     _printed: set[str] = dataclasses.field(default_factory=set)
@@ -48,7 +48,10 @@ class GiveBacks:
     def is_hopeless(
         self, worker: str, env: str, key: queue_entry.Key, problem: str, active: Collection[str], now_s: float
     ) -> bool:
-        """Records that a group was given back; returns True if its environment is hopeless. `active` are the workers that may lease it."""
+        """Records that a group was given back. Returns True if its environment has failed for the same reason on enough workers, for long enough.
+
+        `active` are the workers that may lease the group, and `problem` is the reason that `worker` gave.
+        """
         if not problem.startswith(registry.OF_ENVIRONMENT):
             return False
         patience_s, is_over = AWAY_S if env in self._worked else PATIENCE_S, False

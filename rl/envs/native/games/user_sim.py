@@ -29,7 +29,7 @@ USERS = ("scripted", "model")
 def build(
     *, properties: int = 3, turns: int = 8, user: str = "scripted", system_prompt: str = INSTRUCTION, seed: int = 0
 ) -> environment.Environment:
-    """Builds the environment of orders with so many properties. `turns` bounds the messages of the model, the order included.
+    """Builds the environment of bookings whose order has `properties` parts. `turns` limits the messages of the model, the order included.
 
     Raises ValueError for numbers out of range and an unknown `user`.
     """

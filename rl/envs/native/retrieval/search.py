@@ -52,10 +52,10 @@ def build(
     system_prompt: str | None = None,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment. `path`: a folder of documents and questions; "": `facts` generated ones, half of them distractors.
+    """Builds the environment. `path` is a folder of documents and questions; "" generates `facts` documents, half of them distractors.
 
-    `results` is the number of documents that a search returns, `turns` that of the model's messages, the answer included. The default of
-    `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
+    A search returns `results` documents. `turns` limits the messages of the model, the answer included. The default of `system_prompt`
+    depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
     """
     tools.check_protocol(protocol, turns)
     if reward not in REWARDS or results < 1:
