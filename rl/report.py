@@ -171,7 +171,8 @@ def render(
 def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     """Draws the curves of up to three runs and the config fields that differ, and returns the page, `comparison.html` of the first.
 
-    A figure has the first line of each. Raises ValueError for a malformed file, or more runs than there are colors.
+    Of a figure with several lines, only the first line of each run is drawn. Raises ValueError for a malformed file, or more runs than
+    there are colors.
     """
     if len(workdirs) > MAX_RUNS:
         raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")

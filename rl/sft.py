@@ -126,7 +126,10 @@ def train(
 
 
 def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
-    """Returns the `Learner` of supervised fine-tuning. Random parameters all train: adapters of them would learn nothing."""
+    """Returns the `Learner` of supervised fine-tuning.
+
+    Without a checkpoint (`init_from`), all parameters train: adapters next to random parameters would learn nothing.
+    """
     lora = exp.lora if exp.config.init_from else None
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates(exp), exp.model, lora)
     return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
@@ -237,7 +240,7 @@ def mix(
 ) -> grain.MapDataset[list[sources.Row]]:
     """Returns the endless batches of `size` rows of some sources, with random access.
 
-    Each source gets the part of the rows that its weight is of all weights. Without weights, the rows of all are shuffled together.
+    Source i gives the fraction weights[i] / sum(weights) of the rows. Without weights, the rows of all sources are shuffled together.
     """
     if weights and len(weights) != len(parts):
         found = f"warmup.weights has {len(weights)} numbers for {len(parts)} files of warmup.data"

@@ -117,9 +117,10 @@ class EngineConfig:
         return min(max(16, self.prefill_chunk // 8), self.prefill_chunk, self.capacity)
 
     def settled(self, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> "EngineConfig":
-        """Returns these sizes with a number for `num_pages` of AUTO.
+        """Returns these sizes with a number in place of AUTO for `num_pages`.
 
-        A TPU reads only the pages in use, so a cache of the same size is in pages there, where the model has one.
+        A TPU gets a cache in pages, with room for all slots at full length, because its kernel reads only the pages in use. Other
+        devices, and models whose caches cannot be in pages, get 0: slots of whole capacity.
         """
         if self.num_pages != AUTO:
             return self
@@ -320,7 +321,7 @@ class Engine:
 
     @property
     def slot_sizes(self) -> tuple[int, ...]:
-        """The numbers of slots for which programs are compiled: those of a state that follows the load, or else of an insertion."""
+        """The numbers of slots for which programs are compiled: the sizes of a state that follows the load, else `insert_sizes`."""
         return cpu_layers.sizes(self.config.num_slots) if self.follows_load else self.config.insert_sizes
 
     @property

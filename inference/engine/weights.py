@@ -91,10 +91,10 @@ class Store:
     ) -> transformer.Params:
         """Returns full weights, of `load_shardings`, on the devices in the form that the engine takes.
 
-        Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before
-        its successor is placed: the devices never hold two versions. After an error in between, they hold none. Those stay whose
-        leaf in `params` is that in `before`, the weights that `old` was loaded from. Jax arrays are deleted if the server keeps them
-        in another form.
+        Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before its
+        successor is placed: the devices never hold two versions. After an error in between, they hold none. An array of `old` stays if
+        its leaf in `params` is the same object as in `before`, the weights that `old` was loaded from. Jax arrays in `params` are
+        deleted if the server keeps them in another form.
         """
         specs, structure = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
         none = [None] * len(specs)

@@ -126,7 +126,8 @@ class PrefillQueue:
     def keep(self, slot: int, sequence: sequence_lib.Sample) -> None:
         """Adds a sequence that ended in `slot` to the prefix cache; does nothing if the cache cannot use it.
 
-        A request of several samples is a group of rollouts. These go on only if they are of episodes, which allow keys of older versions.
+        Kept are sequences that may be continued: those of requests for one sample, and those of episodes, which allow keys of older
+        versions. Other requests of several samples are groups of rollouts, which end here.
         """
         group, config = sequence.group, self._engine.config
         # Under older weights, the same version number may have named another policy.

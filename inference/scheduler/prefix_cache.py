@@ -36,8 +36,8 @@ MAX_LOST = 4096  # keys of sequences that were not copied, which are remembered 
 class Found:
     """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`.
 
-    Those from `num_prefilled` on may be of sampled tokens; the others were all prefilled. `runs` names the versions that computed the
-    keys of a sequence; those of a prompt are of the version in use, and it has none.
+    Tokens from `num_prefilled` on may have been sampled; all earlier ones were prefilled. `runs` names the versions that computed the
+    keys, as (end, version). It is empty for a prefilled prompt, whose keys are all of the version in use.
     """
 
     num_tokens: int
@@ -178,7 +178,7 @@ class PrefixCache:
 
 
 def joined_runs(runs: Runs) -> Runs:
-    """Returns runs without empty ones; those of one version become one."""
+    """Returns runs without empty ones; neighbors of one version are joined."""
     found: list[tuple[int, int]] = []
     for end, version in runs:
         if found and found[-1][1] == version:

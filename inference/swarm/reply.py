@@ -35,7 +35,8 @@ def max_bytes(body: dict) -> int:
 def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[completion_lib.Completion]:
     """Returns the completions in a server's reply to the request `body`.
 
-    Raises MalformedReply if one is invalid, not as requested, or not signed for `run` by one of `keys`, unless these are none.
+    Raises MalformedReply if a completion is invalid, not as requested, or not signed for `run` by one of `keys`. With no keys,
+    signatures are not checked.
     """
     sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
     try:

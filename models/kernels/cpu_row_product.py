@@ -53,7 +53,7 @@ API = {"MAJOR": 0, "MINOR": 3}  # version of XLA's structs, that of jax 0.10.2; 
 
 
 def fits(num_rows: int, weights: Sequence[jax.Array], kind: str) -> bool:
-    """Returns True if this is the way to multiply so many rows by matrices of `kind`, a dtype or "int4"."""
+    """Returns True if `product` can multiply `num_rows` rows by these matrices faster than XLA. `kind` is their dtype, or "int4"."""
     if os.name != "posix" or ctypes.sizeof(ctypes.c_void_p) != 8 or not 0 < num_rows <= MAX_ROWS.get(kind, 0):
         return False
     multiple = MULTIPLE // 2 if kind == "int4" else MULTIPLE

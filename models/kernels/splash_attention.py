@@ -82,11 +82,11 @@ class Steps:
         return self.packed[at] >> 2 & MAX_BLOCKS - 1
 
     def is_stored(self, at):
-        """Returns True where an earlier step has stored a part of the block's dq."""
+        """Returns True where an earlier step has stored a part of dq for the step's block of queries."""
         return self.packed[at] & 2 != 0
 
     def is_busy(self, at):
-        """Returns True where one of the two steps before, of any head, may still be storing it."""
+        """Returns True where one of the two steps before, of any head, may still be storing dq of the step's block of queries."""
         return self.packed[at] & 1 != 0
 
 

@@ -212,10 +212,11 @@ def fitted(exp: experiment.Experiment, room: Room) -> tuple[experiment.Experimen
 def budget(
     programs: Mapping[str, lowered_programs.LoweredProgram], workspaces: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the bytes per device, by kind, of a learner and an engine that take turns on it: their own arrays, and the largest rest.
+    """Returns the bytes per device of a learner and an engine that take turns on it, as {kind of memory: bytes}.
 
-    `programs` has "train" and "decode"; `workspaces` has the bytes that each of the programs needs beyond its arguments. The
-    slots of the engine leave the device during a train step.
+    The kinds are the learner's state, the engine's weights, and the largest need of any one program. `programs` has "train" and
+    "decode"; `workspaces` has the bytes that each program needs beyond its arguments. The slots of the engine leave the device during a
+    train step.
     """
     train, decode = programs["train"], programs["decode"].held
     weights, slots = decode["parameters"], sum(decode.values()) - decode["parameters"]

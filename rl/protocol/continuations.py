@@ -35,7 +35,10 @@ def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -
 def error(
     roots: Sequence[rollout_lib.Rollout], branches: Sequence[Sequence[rollout_lib.Rollout]], options, most: int
 ) -> str | None:
-    """Returns the first continuation that a group has and should not, or lacks, or None. `most` tokens are in a completion."""
+    """Returns why the continuations of a group are not those prescribed, or None. `most` is the largest number of tokens of a completion.
+
+    `branches` has the continuations of each sample in `roots`.
+    """
     for root, own, wanted in zip(roots, branches, expected(roots, options), strict=True):
         found = [(branch.prompt_length - root.prompt_length, branch.draw) for branch in own]
         if found != wanted:

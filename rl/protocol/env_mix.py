@@ -126,7 +126,7 @@ def described(config) -> dict[str, Any]:
 
 
 def alone(config, key: str):
-    """Returns a copy of the config as that of a run with the environment `key` of `entries` alone; the config itself for ""."""
+    """Returns a copy of the config for a run with only the environment `key` of `entries`; the config itself for ""."""
     if not key:
         return config
     entry = entries(config)[key]
@@ -208,7 +208,10 @@ def max_branches(config) -> int:
 
 
 def run_field(name: str) -> str:
-    """Returns the config field that has the same meaning for all environments as `name`, such as envs.sums.temperature, for one."""
+    """Returns the run-wide config field that an environment's field `name` overrides, such as sampling.temperature for envs.sums.temperature.
+
+    Another name is returned unchanged.
+    """
     section, key, field = [*name.split(".", 2), "", ""][:3]
     return FIELDS.get(field, f"env.{field}") if section == "envs" and key and field else name
 

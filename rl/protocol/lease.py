@@ -101,7 +101,7 @@ class Session:
 
 
 def request(key: rollout_lib.WorkerKey, session: Session, **fields) -> dict:
-    """Returns the signed JSON body of a worker's request with these fields of `_FIELDS`, all but the first five."""
+    """Returns the signed JSON body of a worker's request. `fields` are those of its kind in `_FIELDS`; the first five are added here."""
     return signed_message.request(key.private, session.run, session.id, **fields)
 
 

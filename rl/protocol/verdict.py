@@ -123,7 +123,7 @@ def group_digest(rollouts: Sequence[rollout_lib.Rollout], digests: Iterable[byte
 
 
 def reputation(num_passed: float, num_faults: int = 0) -> float:
-    """Returns the reputation in [0, 1) of a worker after this many replays that it passed and faults."""
+    """Returns the reputation in [0, 1) of a worker that passed `num_passed` replays and had `num_faults` faults."""
     return num_passed / (num_passed + HALF_AT + FAULT * num_faults)
 
 
@@ -133,6 +133,6 @@ def check_rate(reputation: float, min_rate: float) -> float:
 
 
 def draw(secret: bytes, group: str) -> float:
-    """Returns the number in [0, 1) of a group's name: a rate above it means that the group is replayed."""
+    """Returns a number in [0, 1) drawn from the name of a group and the run's secret. The group is replayed if its check rate is above the number."""
     digest = hmac.digest(secret, group.encode(), "sha256")
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # all bits of a float: it never rounds to 1

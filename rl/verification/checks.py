@@ -171,9 +171,10 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def one_call(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a rollout of an environment with one call sets no field that follows from a replay of calls.
+    """Checks that a rollout of a one-call environment sets no field that only a program of several calls may set.
 
-    With them a worker would choose which samples train, and where they end. `continuations.error` checks those of a continuation.
+    With such fields a worker could choose which samples train, and where they end. `continuations.error` checks the fields of a
+    continuation.
     """
     if rules.score is None:
         return OK
@@ -227,7 +228,7 @@ def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
 
 
 def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a training rollout names the tokens that the run's filters kept, and its own among them.
+    """Checks that a training rollout names, for each sampled token, the tokens that the run's filters kept, the sampled one among them.
 
     Without filters it must name none: the learner would normalize over them. Top-k alone keeps exactly k, for all logits.
     """
@@ -455,10 +456,10 @@ def deviation(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def most_flips(one: replay.Replayed, rules: rules_lib.Rules) -> int:
-    """Returns how many tokens of a rollout may differ by any amount, since near ties in routing may fall to other experts in the replay.
+    """Returns how many tokens of a rollout may differ from the replay by any amount: near ties in the router may choose other experts there.
 
-    Where the rollout names its experts, these run, and none may. Else an honest one has more with a probability of CHANCE at most
-    (Chernoff's bound for a Poisson variable).
+    The result is 0 if the rollout names its experts, because the replay then uses these. Otherwise an honest rollout exceeds the result
+    with a probability of at most CHANCE (Chernoff's bound for a Poisson variable).
     """
     mean = rules.tolerance.flips * len(one.margin_N)
     if not mean or not rules.experts.num_experts or one.rollout.routed_experts is not None:

@@ -183,7 +183,7 @@ class EvidenceLog:
             return {"records": tests, "counted": counted, "groups": self._peers.state()}
 
     def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = (), groups: dict | None = None) -> None:
-        """Replaces all tests by `records` of a `state`, and the samples and open groups so far by its others."""
+        """Replaces all evidence by that of an earlier `state`: the tests (`records`), the counted samples, and the open groups (None: keep them)."""
         with self._lock:
             if groups is not None:
                 self._peers = peers.Peers.restored(groups, self._open_steps)

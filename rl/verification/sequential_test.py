@@ -204,7 +204,7 @@ class SequentialTest:
 
 
 def log_start(n: int) -> float:
-    """Returns the log of the capital that bets have which start with addition n (1-based)."""
+    """Returns the log of the starting capital of the bets that begin with addition `n` (1-based). Over all n, the capital sums to 1."""
     return math.log(START_SPAN / ((n + START_SPAN - 1) * (n + START_SPAN)))
 
 

@@ -91,7 +91,7 @@ class Storage:
         return (found.value if found.state == "value" else None), found.stamp.generation
 
     def write(self, key: str, data: bytes, *, replaces: Any = None, patience_s: float | None = None) -> Any:
-        """Writes an object, if `replaces` is its generation or None. Returns the new generation, or None if another was there."""
+        """Writes an object, if its generation is still `replaces` or that is None. Returns the new generation, or None if the object had another one."""
         try_s = TRY_S + len(data) / SLOWEST
         written = self._answer(lambda: self._store.write(key, data, if_equal=replaces), patience_s, try_s)
         return written.generation or None

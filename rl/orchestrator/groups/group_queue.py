@@ -308,7 +308,7 @@ class GroupQueue:
         return self._index.leased_samples - sum(own)
 
     def may_deliver(self, worker: str) -> bool:
-        """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""
+        """Returns True if rollouts of `worker` may still be needed, or if a batch may still take rollouts that it delivered."""
         known = ((entry.worker, *entry.leases, *entry.past) for entry in self.entries.values())
         return worker in self._index.held or any(worker in workers for workers in known)
 
