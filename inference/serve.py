@@ -327,7 +327,9 @@ def _check(args: argparse.Namespace) -> None:
         found = f"--dtype {args.dtype} is for --model, and published weights keep the dtype of their run"
         raise ValueError(f"{found}; leave it out")
     if args.weights and (args.adapter or args.allow_adapter_loading):
-        raise ValueError("--adapter runs next to --model, and published weights have their own; leave one of them out")
+        raise ValueError(
+            "--adapter needs --model, because published weights bring their own adapters; leave out --adapter or --weights"
+        )
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")

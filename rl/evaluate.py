@@ -196,8 +196,8 @@ def open_checkpoint(
     try:
         mesh = layout.learner_mesh(exp.config)
     except ValueError as error:
-        text = "this command runs on one host, whose mesh may differ from the run's"
-        raise ValueError(f"{error}; {text}, as by --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
+        text = "this command runs on one host: set a mesh for it"
+        raise ValueError(f"{error}; {text}, as in --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
     root = bucket.fetched(flags.FLAGS.workdir, ("*/seal.json",)).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file

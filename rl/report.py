@@ -175,7 +175,9 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     there are colors.
     """
     if len(workdirs) > MAX_RUNS:
-        raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
+        raise ValueError(
+            f"{len(workdirs)} runs are given, but the page has {MAX_RUNS} colors; compare at most {MAX_RUNS} runs"
+        )
     names = [folder.resolve().name for folder in workdirs]
     names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
     records = (_of_sampler(metrics.read(folder / "metrics.jsonl")) for folder in workdirs)

@@ -332,8 +332,8 @@ class _Groups:
                     keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
             body = parquet.to_bytes(rollouts)
             if len(body) > web.MAX_BODY_BYTES:
-                found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
-                raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
+                found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES} that a submission may have"
+                raise ValueError(f"{found}; lower sampling.max_tokens or rl.samples_per_prompt")
             with self._worker.metrics.seconds["submit"].time():
                 verdicts = await self._signed.submit(body)
             refused = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict.startswith("refused")]

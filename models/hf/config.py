@@ -46,7 +46,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
         )
     for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
         if type(hf.get(name)) not in (int, type(None)):
-            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number: correct it")
+            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number; correct it")
     if (hf.get("num_hidden_layers") or 0) > config_lib.MAX_LAYERS:  # before they are gone through
         raise ValueError(f"num_hidden_layers in config.json is above {config_lib.MAX_LAYERS}; correct it")
     family = families.FAMILIES[model_type]

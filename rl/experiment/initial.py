@@ -60,9 +60,11 @@ def completed(
     replaced = [n for n in own if getattr(model, n) != getattr(found, n)]
     differs = "; ".join(f"model.{n} = {own[n]!r} but {path} has {getattr(found, n)!r}" for n in replaced)
     if _shapes(model) != _shapes(found):
-        raise ValueError(f"{differs}: its parameters do not fit; leave these fields out, and it sets them")
+        raise ValueError(
+            f"{differs}: the checkpoint's parameters do not fit; leave these fields out, and the checkpoint sets them"
+        )
     if replaced:
-        cli.note(f"note: {differs}: the config's own takes the place of the checkpoint's")
+        cli.note(f"note: {differs}: the config's value is used")
     config.model.update({n: value for n, value in dataclasses.asdict(model).items() if n not in OWN})
     if not is_own("tokenizer", config.tokenizer):
         config.tokenizer = tokenizer

@@ -252,7 +252,7 @@ def _check_settled(config: config_dict.ConfigDict) -> None:
 
     redaction.Rule(**config.retention.to_dict())
     if (num_bytes := _group_bytes(config)) > web.MAX_BODY_BYTES:
-        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
+        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} that a submission may have"
         more = ", or sampling.top_k" if kept_sets.width(config.sampling, config.model.vocab_size) else ""
         raise ValueError(f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}")
 
@@ -290,7 +290,7 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
     """
     for name, limit in (("margin", 1e-3), ("logprob_tolerance", 1e-3), ("max_wrong_tokens", 0)):
         if not config.trust.bands and config.trust[name] > limit:
-            found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': workers can live in that room"
+            found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': a worker could gain by using that room"
             raise ValueError(f"{found}; lower it, or set trust.bands = 'auto' or to a file of `rl.validator calibrate`")
 
 
@@ -312,7 +312,7 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
     """
     if (width := kept_sets.width(config.sampling, config.model.vocab_size)) > kept_sets.MAX_KEPT:
         filters = ", ".join(f"sampling.{name} = {config.sampling[name]}" for name in kept_sets.OFF)
-        found = f"{filters} keep up to {width} tokens, and a rollout names at most {kept_sets.MAX_KEPT} for each that it sampled"
+        found = f"{filters} keep up to {width} tokens, and a rollout names at most {kept_sets.MAX_KEPT} for each sampled token"
         raise ValueError(f"{found}; set sampling.top_k, too, or remove the filters")
 
 

@@ -52,9 +52,9 @@ def checked(db: sqlite3.Connection, state: balances.State, start: int, previous:
 
 def _entry_error(entry: Entry, state: balances.State, expected: int, previous: bytes) -> str | None:
     if entry.seq != expected:
-        return f"missing: the next entry has number {entry.seq}"
+        return f"entry missing: the next entry has number {entry.seq}"
     if entry.previous != previous:
-        return "its link does not lead to the entry before it"
+        return "its link is not the hash of the entry before it"
     if entry.time_ms < state.time_ms:
         return "its time is before that of the entry before it"
     body = events.encode(entry.event)
@@ -126,8 +126,8 @@ def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> N
     if not is_hash or not rollout_lib.signed(keeper, signature, _head_message(head_seq, head_hash)):
         raise ValueError("the ledger's head is not signed by the keeper")
     if (head_seq, head_hash) != (seq, hash_):
-        found = "entries are missing or were added"
-        raise ValueError(f"{found}: by the ledger's signed head, entry {head_seq} is the last")
+        found = "entries are missing or were added at the end"
+        raise ValueError(f"{found}; by the ledger's signed head, entry {head_seq} is the last")
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:

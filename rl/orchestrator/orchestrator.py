@@ -188,7 +188,7 @@ class Orchestrator:
             if self._curriculum and step and is_run:
                 if "curriculum" not in (saved or {}):
                     found = f"the checkpoint of step {step} lacks the state of rl.curriculum = {self._config.rl.curriculum!r}"
-                    raise ValueError(f"{found}, which the run had not then; start another --workdir")
+                    raise ValueError(f"{found}: the run began without it; start another --workdir")
                 self._curriculum.restore((saved or {})["curriculum"])
             state.states = {n: s for n, s in ((step, saved), (step + 1, later)) if s}
             if newest := later or saved:

@@ -166,16 +166,16 @@ def sized(
     if not (names := _open(config)):
         return config, None
     if has_rollouts and "inference.num_slots" in names and not lowered_programs.has_engine(config):
-        found = "inference.num_slots = 0 is chosen for the memory of this run's devices, but topology.mode = 'remote'"
-        raise ValueError(f"{found} has its servers elsewhere; set the slots of one server")
+        found = "inference.num_slots = 0 fits the slots to this run's devices, but topology.mode = 'remote'"
+        raise ValueError(f"{found} has its servers elsewhere; set inference.num_slots to the slots of one server")
     if TENSOR in names:
         config.inference.mesh.tensor = 1
     place = devices(config)
     growing = " and ".join(name for name in ("inference.num_slots", "train.rows") if name in names)
     is_judge = place.server_mesh is not None and not (config.trust.validators or config.topology.orchestrator)
     if has_rollouts and growing and is_judge and config.trust.device != "cpu" and not place.is_cpu:
-        found = f"trust.device = {config.trust.device!r} replays rollouts in memory that {growing} of 0 would take"
-        raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
+        found = f"trust.device = {config.trust.device!r} replays rollouts on the devices whose memory {growing} = 0 would fill"
+        raise ValueError(f"{found}; set trust.device = 'cpu', or set these sizes")
     _set_least(config, place, names)
     return config, Room(names, place, devices, has_rollouts)
 

@@ -48,7 +48,7 @@ def error(
             limits = [most] if branch.call_limits is None else branch.call_limits.tolist()
             is_one = len({*branch.versions.tolist(), *root.versions.tolist()}) == 1
             if not (is_prefix and limits == [most - s] and is_one and root.trains and not branch.trains):
-                return f"continuation {branch.branch} of sample {root.sample} is not of its tokens, length, and policy version"
+                return f"continuation {branch.branch} of sample {root.sample} does not keep the sample's tokens, limit, and policy version"
     return None
 
 

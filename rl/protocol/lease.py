@@ -189,7 +189,9 @@ def find_work(run: str, worker: str, num_bits: int, is_over: Callable[[], bool] 
     Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
     """
     if num_bits > MAX_WORK_BITS:
-        raise ValueError(f"the run asks for {num_bits} bits of work; at most {MAX_WORK_BITS} are done; join another")
+        raise ValueError(
+            f"the run asks for a proof of work of {num_bits} bits, more than the {MAX_WORK_BITS} that a worker computes; join another run"
+        )
     if not num_bits:
         return ""
     numbers = itertools.takewhile(lambda _: not is_over(), itertools.count())

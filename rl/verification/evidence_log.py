@@ -159,7 +159,9 @@ class EvidenceLog:
                     f"{deviation}; the first {PROBATION} rollouts of a new worker are evidence only, and train nothing"
                 )
                 self._tell(NEWCOMERS, line)
-                found = checks.Verdict(Reason.NEWCOMER, f"{deviation}, and this one has too few rollouts to tell")
+                found = checks.Verdict(
+                    Reason.NEWCOMER, f"{deviation}, and this worker has too few rollouts to be judged alone"
+                )
         self._tell_all()
         return found
 

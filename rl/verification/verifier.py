@@ -312,9 +312,9 @@ def check_kind(config, env: environment.Environment) -> None:
     has_strangers = config.topology.mode == "remote" and admission != "invited"
     kinds, allowed = environment.KINDS, config.trust.environments
     if has_strangers and kinds.index(env.kind) > kinds.index(allowed):
-        found = f"environment {env.name} is of kind {env.kind!r}, and trust.environments = {allowed!r}"
-        remedy = f"set it to {env.kind!r}, or trust.admission = 'invited'"
-        raise ValueError(f"{found} is the most that workers of strangers may run; {remedy}")
+        found = f"environment {env.name} is of kind {env.kind!r}, but workers of strangers may run kinds up to trust.environments = {allowed!r}"
+        remedy = f"set that to {env.kind!r}, or set trust.admission = 'invited'"
+        raise ValueError(f"{found}; {remedy}")
 
 
 def _replayer(config, env: environment.Environment, tokenizer, name: str, options: dict, own: dict, stack) -> Callable:

@@ -59,7 +59,7 @@ class Orchestrator:
             self._session = ""
             if isinstance(error, OSError | ValueError):
                 raise
-            raise OSError(f"its reply is none of HTTP and JSON: {str(error)[:80]!r}") from error
+            raise OSError(f"its reply is not JSON over HTTP: {str(error)[:80]!r}") from error
 
     def _post(self, path: str, message: dict | None = None) -> dict:
         data = None if message is None else json.dumps(message).encode()

@@ -59,7 +59,7 @@ def is_possible(package: package_lib.Package, mode: str, note: Callable[[str], N
     if reason:
         found = f"environment {package.name} runs without a sandbox: {reason}"
         if mode == "require":
-            raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that: use 'auto'")
+            raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that; use 'auto'")
         note(found)
     return not reason
 

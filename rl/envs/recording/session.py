@@ -303,7 +303,7 @@ class Session:
 
     def _check_budget(self, key: Key, num_prompt: int) -> None:
         if num_prompt >= (most := self.limits.max_model_len):
-            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens of at most {most}")
+            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens, which leave no room in a context of {most}")
         spent = self._spent(self.num_calls, self.num_tokens)
         if self._tape is not None and key in self._tape:
             if self.overlapped:  # calls that ended here may have been running when the worker made this one
@@ -318,9 +318,9 @@ class Session:
         """Returns the reason why an episode with so many calls and sampled tokens may begin no further call, or ""."""
         limits = self.limits
         if num_calls >= limits.max_calls:
-            return f"the episode has {limits.max_calls} calls already"
+            return f"the episode has made {limits.max_calls} calls, its limit"
         is_over = 0 < limits.max_episode_tokens <= num_tokens
-        return f"the episode has {num_tokens} tokens of {limits.max_episode_tokens}" if is_over else ""
+        return f"the episode has {num_tokens} tokens; its limit is {limits.max_episode_tokens}" if is_over else ""
 
     def _stream_of(self, prompt: np.ndarray, number: int, trains: bool) -> tuple[Stream, bool]:
         """Returns (the stream that a call belongs to, whether the call begins it). The longest that the prompt extends is chosen."""

@@ -116,7 +116,7 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
         ledger.on_failure = failures.append
         digest = submit(ledger, BOB.worker, 0)
         batch = ledger.batch(step=1, digest=run_rules.batch_digest([digest]), groups={(1, 0): "trusted"})
-        with pytest.raises(ValueError, match="group: 0 is of a worker without trust"):
+        with pytest.raises(ValueError, match="group: 0 has no verdict, and its worker is not trusted"):
             batch.result()
         with pytest.raises(ValueError, match="without trust"):
             ledger.flush()

@@ -34,7 +34,9 @@ def build(
     Raises ValueError for numbers out of range and an unknown `user`.
     """
     if not 1 <= properties <= len(PROPERTIES) or turns < 1:
-        raise ValueError(f"properties={properties}, turns={turns}; choose 1 to {len(PROPERTIES)}, and at least 1")
+        raise ValueError(
+            f"properties={properties}, turns={turns}; choose 1 to {len(PROPERTIES)} properties, and at least 1 turn"
+        )
     if user not in USERS:
         raise ValueError(f"env.options.user = {user!r}; choose one of {', '.join(USERS)}")
     names = [*PROPERTIES][:properties]

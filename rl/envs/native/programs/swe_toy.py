@@ -60,7 +60,7 @@ def edit(path: str, old: str, new: str, state: Repository) -> str:
     if not old or (count := text.count(old)) != 1:
         raise ValueError(f"the old text occurs {count if old else 0} times in {path}; give one that occurs once")
     if len(text) + len(new) > MAX_FILE_CHARS:
-        raise ValueError(f"the file has more than {MAX_FILE_CHARS} characters then; write less")
+        raise ValueError(f"the file would have more than {MAX_FILE_CHARS} characters; write less")
     state.files[path] = text.replace(old, new)
     return "edited"
 

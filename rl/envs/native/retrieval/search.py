@@ -59,7 +59,9 @@ def build(
     """
     tools.check_protocol(protocol, turns)
     if reward not in REWARDS or results < 1:
-        raise ValueError(f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1")
+        raise ValueError(
+            f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1 result"
+        )
     source = corpus.read(path) if path else corpus.generated(facts, distractors, seed)
     commands = _commands(source.documents, results)
     instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
