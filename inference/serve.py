@@ -93,8 +93,8 @@ ERRORS = {
 def make_app(server: inference_server.InferenceServer, *, api_key: str | None = None) -> fastapi.FastAPI:
     """Returns the app of an inference server's data routes. Clients must send `api_key`; None requires no key.
 
-    With a key, requests of browser pages are accepted: the page has the key. The Host header is free, since proxies that add TLS
-    hand it on, and the Origin header already gives away a page whose name was rebound to this address.
+    With a key, requests from browser pages are accepted, because only a page that has the key can send it. Any Host header is accepted:
+    proxies that add TLS pass it on, and a page whose name was rebound to this address is refused by its Origin header.
     """
     app = _app(server)
     generate_routes.add(app, server, MAX_BODY_BYTES)

@@ -135,8 +135,8 @@ def render(
 ) -> str:
     """Returns the page of a run; `records` are its metrics. Figures without data are left out until there is a step.
 
-    One that is live has the table of its `nodes`, a line on its present work (`doing`), and a `script` that the content security `policy`
-    names. With `rollouts`, it links rollouts.html.
+    The page of a live run shows the table of its `nodes` and a line on its present work (`doing`), and has a `script` that the content
+    security `policy` names. With `rollouts`, it links rollouts.html.
     """
     records = _of_sampler(records)
     steps = [record for record in records if record["phase"] == "rl"]

@@ -85,10 +85,11 @@ class Worker:
             self._groups.wake()
 
     async def work(self, stopping: asyncio.Event | None = None) -> None:
-        """Leases, generates, and submits groups; returns when the run ends. After `stopping` is set, hands back all groups and returns soon.
+        """Leases, generates, and submits groups; returns when the run ends.
 
-        Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
-        signed by the expected run.
+        After `stopping` is set, delivers finished groups for at most `DRAIN_S` seconds, hands back the others, and returns. Raises
+        ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not signed by
+        the expected run.
         """
         stopping = stopping or asyncio.Event()
         working, stop = asyncio.ensure_future(self._work(stopping)), asyncio.ensure_future(stopping.wait())

@@ -150,12 +150,12 @@ class Scheduler:
     ) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
-        `params` is the new weights, or a function that makes them between two calls and may delete its argument, the weights in
-        use. An error of that function ends the thread: no weights are left.
+        `params` is the new weights, or a function that makes them between two calls and may delete its argument, the weights in use. An
+        error of that function ends the thread: no weights are left.
 
         Requests pinned to the old version are finished first; those left after PIN_WAIT_S seconds, or during a pause, fail with
-        VersionGone. So do all requests, and at once, if the weights are of another epoch. Returns a future that is set to
-        `version` once the new weights are in use.
+        VersionGone. If the weights are of another epoch, all requests fail so immediately. Returns a future that is set to `version`
+        once the new weights are in use.
         """
         update = messages.Update(params, version, epoch, time.monotonic() + PIN_WAIT_S)
         self._put(update)

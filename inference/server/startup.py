@@ -176,8 +176,9 @@ def prepare_model(
 ) -> Prepared:
     """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`.
 
-    `dtype` is that of weights and activations. "auto" is the folder's, but for a dense model on a CPU the one that is fastest there.
-    `adapters` has folders by name, to which others may be added up to `max_adapters`. Raises ValueError if one does not fit the model.
+    `dtype` is the dtype of weights and activations. "auto" takes the folder's; for a dense model on a CPU it takes the fastest one
+    there (models/kernels/cpu_dtype.py). `adapters` has folders by name, to which others may be added up to `max_adapters`. Raises
+    ValueError if an adapter does not fit the model.
     """
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))

@@ -65,7 +65,7 @@ def fits(num_rows: int, weights: Sequence[jax.Array], kind: str) -> bool:
 
 
 def product(x_RK: jax.Array, weights: Sequence[jax.Array], kind: str, factors: Sequence[jax.Array] = ()) -> jax.Array:
-    """Returns the products of rows and matrices [..., K], one after the other: float32 [R, N]; of integers, with x in int8, int32.
+    """Returns the products of rows and matrices [..., K], one after the other: [R, N], float32; int32 for matrices of integers, with x in int8.
 
     Weights of kind "int4" are the bytes [..., H] of `cpu_integers.Nibbles`, and `factors` those [..., 2, G] of each.
     """

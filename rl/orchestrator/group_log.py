@@ -35,7 +35,7 @@ class LoggedGroup:
         return named | {"scores": [*self.scores.items()]}
 
     def entry(self, is_verified: bool) -> queue_entry.Entry:
-        """Returns the group as a batch had taken it before a restart."""
+        """Returns the group as an entry of the queue, in the state that it had when a batch took it."""
         entry = queue_entry.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
         entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.number), self.scores
         return entry

@@ -122,9 +122,9 @@ def learner_axes(config: config_dict.ConfigDict) -> dict[str, int]:
 
 
 def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the mesh axes of a server elsewhere, `plan.server_mesh`, or of a host's engine: `inference.mesh`.
+    """Returns the mesh axes of a server: `plan.server_mesh` if servers run elsewhere, else `inference.mesh` of an engine on the learner's hosts.
 
-    Of the latter, `data` takes the devices that the others leave (rl/topology/layout.py).
+    In the second case `data` is -1: it takes the devices that the other axes leave (rl/topology/layout.py).
     """
     axes = config.plan.server_mesh.to_dict()
     if not has_engine(config):

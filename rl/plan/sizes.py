@@ -65,7 +65,10 @@ Find = Callable[[config_dict.ConfigDict], Devices]
 
 
 class Room(NamedTuple):
-    """The room for open sizes: the names of these fields, and the devices that they are chosen for, which `devices` finds for other meshes."""
+    """The sizes that may still grow: the names of their config fields, and the devices whose memory they may fill.
+
+    `devices` finds the devices for a config with another mesh.
+    """
 
     names: list[str]
     place: Devices
@@ -125,9 +128,9 @@ def settled(
 
 
 def present(config: config_dict.ConfigDict, *, needs_engine: bool = True) -> Devices:
-    """Returns the devices of this process and of the other hosts of the learner, and those of the run's own server, if it has one.
+    """Returns the devices of the learner, on this and all other hosts, and those of the run's own server, if it has one.
 
-    A server that these devices cannot have is left out unless `needs_engine`.
+    If the server does not fit its devices, raises ValueError, or leaves the server out unless `needs_engine`.
     """
     local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
     _, devices = layout.split(local, axes.pop("rollout_devices", 0))

@@ -119,8 +119,9 @@ def read_header(text: str) -> dict:
 class RequestVerifier:
     """Verifies the signed requests of workers to one session. All but submissions must be newer than the worker's previous one.
 
-    `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked.
-    Previous requests of the last `MAX_REMEMBERED` workers are known, and those of workers that `is_known` for as long as needed.
+    `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked. The
+    time of the previous request is kept for the last `MAX_REMEMBERED` workers, and for all workers that `is_known`, as long as a copy
+    of it could be accepted.
     """
 
     def __init__(

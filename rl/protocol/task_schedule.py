@@ -52,7 +52,7 @@ def is_fixed(rl) -> bool:
 
 
 def num_open_steps(config) -> int:
-    """Returns after how many further steps the groups of a step are over: trained, or too old unless they are leased again."""
+    """Returns the number of steps after which no group of a step is open any more: each was trained on, or is too old."""
     rl = config.rl
     if is_fixed(rl):
         return rl.max_lag + 1

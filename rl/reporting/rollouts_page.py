@@ -84,7 +84,8 @@ def of_step(
 ) -> str:
     """Returns the page of a batch, `most` groups from number `first` on; of the newest batch if there is no such step.
 
-    The page of a source with noise is that of a live run, with links to others, which need `token` elsewhere. Raises ValueError for a malformed file.
+    If the source has noise, the run is live, and the page links to other steps and colors. Such links carry `token`, which the live
+    server asks for. Raises ValueError for a malformed file.
     """
     folders = {int(path.name[5:]): path for path in (workdir / "rollouts").glob("step_*") if path.name[5:].isdecimal()}
     step = step if step in folders else max(folders, default=0)

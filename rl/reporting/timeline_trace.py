@@ -28,7 +28,7 @@ PARTS = {"wait": "wait", "train_step": "train", "publish": "broadcast", "checkpo
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Span:
-    """Something that a role did, in Unix seconds. `track` is its worker or validator; `flow` (step, group) starts an arrow to the batch."""
+    """One stretch of work of a role, from `begin_s` to `end_s` in Unix seconds. `track` names the learner, worker, or validator that did it."""
 
     begin_s: float
     end_s: float

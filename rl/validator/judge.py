@@ -65,7 +65,7 @@ class Judge:
         return self._lock.locked()
 
     def verify(self, header: str) -> dict:
-        """Returns the signed request, which has the SHA-256 of its body; the body need not be read before. Raises ValueError to reject it."""
+        """Returns the signed request in an HTTP header; its field names the SHA-256 of the body. Raises ValueError to reject it before the body is read."""
         message = lease.read_header(header)
         self._requests.verify(message, "verdicts")
         return message

@@ -103,7 +103,7 @@ class Bands:
         return np.clip(error_N / self.logprob, -1, 1)
 
     def classes(self, gap_N: np.ndarray) -> np.ndarray:
-        """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is wider than a tie."""
+        """Returns the class of each token by the gap between its two best tokens: 0 for the widest ties, up to TIE_WIDTHS - 1; -1 if it is not a tie."""
         if not self.tie_span:
             return np.full(len(gap_N), -1)
         steps_N = np.floor(2 * np.log2(self.tie_span / np.maximum(gap_N, 1e-30)))

@@ -135,10 +135,11 @@ def check(folder: pathlib.Path) -> None:
 
 
 def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_optional: bool = False) -> pathlib.Path:
-    """Returns a local folder to read a working directory from, with its newest files that match patterns such as "checkpoints/*".
+    """Returns a local folder with the newest files of a working directory that match patterns such as "checkpoints/*".
 
-    It is `workdir` itself if it is a path, and the folder of the run if that is on this machine. Else it is a copy that no other process
-    changes until this one ends. Without a run there, raises ValueError, or returns a folder without files if it `is_optional`.
+    For a path, the folder is `workdir` itself. For a bucket, it is the run's own folder if the run is on this machine and the folder is
+    whole; else a copy that no other process changes until this one ends. If the bucket has no run, raises ValueError, or with
+    `is_optional` returns a folder without files.
     """
     folder = local_folder(workdir)
     if not storage.is_url(workdir):

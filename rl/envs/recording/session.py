@@ -134,11 +134,12 @@ class Session:
       limits: of the episode.
       seed: of the noise of the group's sample 0.
       sample: the number of the episode in its group.
-      thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that it sends
-        back. "strip" renders the conversation again without it at each user message, which begins a stream.
+      thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that
+        it sends back. "strip" renders the conversation again without it at each user message, which begins a stream.
       tape: completions of the calls that a worker recorded. A call that is not among them raises NotOnTape.
       sampling: fields of the run that a program may repeat in its requests, such as the temperature.
-      hold_s: time that an answer from the tape takes. Calls of another process overlap only then.
+      hold_s: seconds that each answer from the tape takes, so that calls of a program in another process overlap as they did on the
+        worker.
     """
 
     def __init__(

@@ -96,9 +96,9 @@ class Gate:
         self._verifier = lease_lib.RequestVerifier(self.session, admit=self._admit, is_known=self.is_known)
 
     def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
-        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
+        """Counts a request against its client's network, and returns the network. Raises HTTPException 429 if the network sent too many.
 
-        It counts as `count` small ones.
+        The request costs as much as `count` small ones.
         """
         network = web.client_network(request)
         if not self._rate.take(network, time.monotonic(), count):
