@@ -99,10 +99,10 @@ class Client:
     ) -> list[completion_lib.Completion]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`; none is older than `oldest_version`.
-        Requests with the same key `sticky` go to the same server where possible. Raises VersionGone if no server serves these
-        versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply
-        `give_up_s` after the first failure.
+        With `proofs`, the completions have TOPLOC proofs. Policy `policy_version` generates all tokens, unless it is -1, or versions of
+        `policy_epoch`; none is older than `oldest_version`. Requests with the same key `sticky` go to the same server where possible.
+        Raises VersionGone if no server serves these versions any more, ValueError if all servers reject the request, and Unavailable if
+        none sends a valid reply `give_up_s` after the first failure.
         """
         body = {"token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}

@@ -292,7 +292,10 @@ def _is_decoy(index: int, config) -> bool:
 
 
 def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
-    """Returns the conversation to imitate: a solution, or a wrong one. Raises ValueError for an environment without wrong ones."""
+    """Returns the conversation to imitate: a solution of `task`, or a wrong one if `is_decoy`.
+
+    Raises ValueError if the environment has no wrong ones. `seed` decides among several.
+    """
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
         return env.demonstrate(task, rng, is_decoy)

@@ -367,7 +367,8 @@ class Engine:
     ) -> tuple[State, compiled_steps.StepResult]:
         """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result), without blocking unless `follows_load`.
 
-        A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. None if no slot is active.
+        A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. `table` may be None if no
+        slot is active.
         """
         K = self.config.steps_per_call
         if table is None and self.config.num_pages:

@@ -50,7 +50,7 @@ def compare(a: Mapping[str, scores.TaskRewards], b: Mapping[str, scores.TaskRewa
 
 
 def table(files: Mapping[str, Mapping[str, scores.TaskRewards]]) -> list[str]:
-    """Returns the lines of a leaderboard in Markdown, the best avg@k first, of the tasks that all models have.
+    """Returns the lines of a leaderboard in Markdown, the best avg@k first. `files` has the rewards of each model by name; only common tasks count.
 
     Each score has half of its 95 % interval, and the last column the p-value of the difference from the row above.
     """

@@ -206,7 +206,7 @@ class WorkerHealth:
         return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
 
     def expired(self, worker: str, key: lease.Key, now_s: float, *, blame: bool) -> None:
-        """Records that a lease ended by its deadline. Several that end in one outage of a worker are one fault."""
+        """Records that a lease ended by its deadline, with `blame` if that counts against the worker. Several that end in one outage are one fault."""
         if blame and self.is_known(worker):  # the marks of others do not change
             blame = not self._note(self._blamed_s, worker, now_s)
         self.lost(worker, key, now_s, blame=blame)

@@ -78,7 +78,7 @@ def utilization(
     *,
     is_frozen: bool = False,
 ) -> dict[str, float]:
-    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones.
+    """Returns the metrics `machine/...` of a train step from `values`, its other metrics. All `num_devices` are like the local ones.
 
     `is_frozen`: adapters train alone. MFU is left out where the rate of the devices is not known, such as on a CPU.
     """

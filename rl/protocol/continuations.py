@@ -25,7 +25,10 @@ Generate = Callable[[list[int], dict], Awaitable[list[completion_lib.Completion]
 
 
 def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -> list[list[tuple[int, int]]]:
-    """Returns, for each sample of a group, the (number of completion tokens before it, draw) of its continuations, in order."""
+    """Returns, for each sample of a group, the (number of completion tokens before it, draw) of its continuations, in order.
+
+    `options` are those of VinePPO in the config (`vine.plan`).
+    """
     logprobs = [root.logprobs[root.prompt_length :] for root in roots]
     names = ("num_continuations", "step_tokens", "max_states", "token_ratio")
     states = vine.plan([root.reward for root in roots], logprobs, **{name: options[name] for name in names})

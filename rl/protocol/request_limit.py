@@ -39,7 +39,7 @@ class State:
 
 
 def start(capacity: float) -> State:
-    """Returns the first state: as many samples as fit in the KV cache at their greatest length."""
+    """Returns the first state of a server's limit: `capacity` samples, as many as fit in its KV cache at their greatest length."""
     return State(min(max(1.0, capacity), MAX_LIMIT))
 
 

@@ -128,7 +128,7 @@ def reputation(num_passed: float, num_faults: int = 0) -> float:
 
 
 def check_rate(reputation: float, min_rate: float) -> float:
-    """Returns the probability with which a group of a worker of this reputation is replayed."""
+    """Returns the probability with which a group of a worker of this reputation is replayed: 1 - reputation, but at least `min_rate`."""
     return max(min_rate, 1 - reputation)
 
 

@@ -175,7 +175,11 @@ def _verdicts(workdir: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]
 def colored(
     rollout: rollout_lib.Rollout, decode: Callable[[Sequence[int]], str], color: str, values_T: np.ndarray
 ) -> Iterator[markupsafe.Markup]:
-    """Yields the completion in pieces of tokens with one color, escaped: "t" for tokens of the environment, else by `COLORS`."""
+    """Yields the completion of a rollout as escaped pieces of HTML, each of tokens with one color.
+
+    `values_T` has the number of each token that decides its color, by the scale `color` of `COLORS`. Tokens of the environment have the
+    class "t".
+    """
     (kind, limits), unit = COLORS[color], f"claimed {color}" if color == "noise" else color
     starts = {start: number for number, (start, _) in enumerate(rollout.spans, start=1)}
     columns = range(rollout.prompt_length, len(rollout.tokens))

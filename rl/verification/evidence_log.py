@@ -264,7 +264,11 @@ def server_at_fault(
     rules: rules_lib.Rules,
     registered: Collection[str],
 ) -> str:
-    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is. `rules` are of its lease."""
+    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is.
+
+    `verdict` is the reason of the refusal, `rules` are those of the group's lease, and `registered` the public keys of the run's
+    servers.
+    """
     if verdict.reason not in OF_SERVERS or not (server := server_of(rollouts, registered)):
         return ""
     if verdict.reason == Reason.VERSIONS and any(checks.is_excluded(rollout, rules) for rollout in rollouts):

@@ -209,7 +209,10 @@ def log_start(n: int) -> float:
 
 
 def scales(doubt_N: np.ndarray, floor: float) -> np.ndarray:
-    """Returns the scale of the error of each token's log-probability: logits that err alike move a likely token's by (1 - p) as much."""
+    """Returns the scale of the error of each token's log-probability: 1 - p + `floor`, at most 1, for a token of probability p.
+
+    If all logits err alike, the log-probability of a token changes in proportion to 1 - p (`doubt_N`).
+    """
     return np.minimum(doubt_N + floor, 1)
 
 

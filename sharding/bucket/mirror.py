@@ -203,7 +203,10 @@ class Mirror:
         self._saves = threading.Thread(target=self._guarded, args=(self._save_all,), name="bucket", daemon=True)
 
     def open(self, *, with_batches: bool = False) -> None:
-        """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror."""
+        """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror.
+
+        With `with_batches`, the restore includes the batches of earlier steps.
+        """
         patience_s = storage.START_S
         data, self._generation = self._storage.read(HEAD, patience_s)
         if data is None:

@@ -60,7 +60,7 @@ class ScriptedModel:
         number: int = 0,
         trains: bool = True,
     ) -> episode.Reply:
-        """Returns the policy's reply. A reply longer than `max_tokens` words is cut, and loses its tool calls."""
+        """Returns the policy's reply to `messages`. A reply longer than `max_tokens` words is cut, and loses its tool calls. `trains` has no effect."""
         given = json.dumps([list(messages), list(tools)])  # a copy, and an error for objects that no server takes
         if len(self.calls) >= self._max_calls or self._tokens_left <= 0:
             raise episode.BudgetSpent("the episode has no call or token left")

@@ -73,7 +73,7 @@ Backend = Callable[[Call], Awaitable[completion_lib.Completion]]
 
 
 def scripted(tokenizer: tokenizer_lib.Tokenizer, reply: Callable[[Call], str]) -> Backend:
-    """Returns a backend that answers each call with the text of a function, in place of a model."""
+    """Returns a backend, in place of a model, that answers each call with the text `reply(call)`, encoded by `tokenizer`."""
 
     async def complete(call: Call) -> completion_lib.Completion:
         tokens = [*tokenizer.encode(reply(call)), tokenizer.eos_id][: call.max_tokens]
@@ -83,7 +83,7 @@ def scripted(tokenizer: tokenizer_lib.Tokenizer, reply: Callable[[Call], str]) -
 
 
 def of_tokens(tokens: list[int], stop_ids: Collection[int]) -> completion_lib.Completion:
-    """Returns a completion of which only the tokens are known."""
+    """Returns a completion of which only the tokens are known. Its finish reason is "stop" if the last token is in `stop_ids`."""
     ending = "stop" if tokens[-1] in stop_ids else "length"
     return completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
 
@@ -259,7 +259,7 @@ class Session:
     async def complete_ids(
         self, prompt: Sequence[int], *, max_tokens: int | None = None, number: int = 0, trains: bool = True
     ) -> completion_lib.Completion:
-        """Returns the completion of a prompt of token IDs. Raises BudgetSpent."""
+        """Returns the completion of a prompt of token IDs; `number` and `trains` are those of `episode.Model.chat`. Raises BudgetSpent."""
         key = Call(list(prompt), 0, 0, number).key
         self._asked.add(key)
         if (recorded := self._calls.get(key)) is not None:

@@ -75,7 +75,7 @@ def target_of(task: environment.Task, targets: Sequence[int], turn: int = 0) -> 
 
 
 def with_length(kind: str, reward: float, target: int, length: int, alpha: float) -> float:
-    """Returns the reward of a completion of `length` tokens, by the formulas of the module docstring."""
+    """Returns the reward of a completion of `length` tokens for a `target`, by the formula of `kind` in the module docstring."""
     if kind == "exact":
         return reward - alpha * abs(target - length)
     if kind == "max":

@@ -35,7 +35,10 @@ class Policy:
 
 
 class Admission:
-    """Decides which keys may lease. `invited` are public keys (hex); `stake(worker)` returns the stake of a key in the ledger."""
+    """Decides which keys may lease. `invited` are public keys (hex); `stake(worker)` returns the stake of a key in the ledger.
+
+    `policy` is the rule for strangers, and `run` the public key of the run, which a proof of work includes.
+    """
 
     def __init__(self, policy: Policy, run: str, invited: Collection[str], stake: Callable[[str], int]):
         self.policy, self._run, self._invited, self._stake = policy, run, frozenset(invited), stake
@@ -107,7 +110,10 @@ class Gate:
         return network
 
     def verify(self, message: dict, kind: str, network: str, count: float = 1.0) -> str:
-        """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
+        """Returns the public key of the node that signed the request `message` of a `kind`. Raises ValueError, as `RequestVerifier.verify` does.
+
+        The request's cost, `count`, is given back to the `network` if the node is invited, or known and below a limit of its own.
+        """
         node = self._verifier.verify(message, kind)
         # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
         if self.is_invited(node) or (self.is_known(node) and self._known_rate.take(node, time.monotonic(), count)):

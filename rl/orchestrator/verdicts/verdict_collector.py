@@ -93,7 +93,10 @@ class VerdictCollector:
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
 
     def start(self, decide: Decide, fail: Callable[[BaseException], None]) -> None:
-        """Starts the thread of the event loop; `fail` ends the run with an error that is not a worker's fault."""
+        """Starts the thread that asks validators. `fail(error)` ends the run after an error that is not a worker's fault.
+
+        `decide(group key, digest, verdict, signed verdicts)` is called once a quorum agrees on a group, or if it cannot get one.
+        """
         self._decide, self._fail = decide, fail
         self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
         self._thread.start()

@@ -80,7 +80,7 @@ def build(
     system_prompt: str | None = None,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment. `turns`: messages of the model.
+    """Builds the environment. `turns` limits the messages of the model; `run_s` and `output_bytes` limit the CPU seconds and the output of a test run.
 
     The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for options out of range, and a machine
     where no sandbox works.
