@@ -69,7 +69,7 @@ def verified(found: Any, signer: str = "") -> dict:
     if not is_shaped or found.get("format") != FORMAT:
         raise ValueError(f"it is not a report of the format {FORMAT}; make one with `python -m rl.envs check --report`")
     if not signed_message.is_signed(found["signer"], found):
-        raise ValueError(f"its signature is not of {found['signer'][:16]}: it was changed; get the report again")
+        raise ValueError(f"the signature of {found['signer'][:16]} does not fit its content; get the report again")
     if signer not in ("", found["signer"]):
         raise ValueError(f"it is signed by {found['signer']}, not by {signer}; get a report of the right author")
     return found
