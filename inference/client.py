@@ -295,11 +295,11 @@ async def update_weights(
     digest: str = "",
     rollback: bool = False,
 ) -> None:
-    """Makes a server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
+    """Makes a server load the weights of `version` of `epoch` (None: any). With `rollback`, the version may be older than the one in use.
 
-    `address` is that of its control listener, a URL or unix:PATH, which is sent `token`, unless None. `digest` is the SHA-256 of the
-    version's manifest ("": not compared). Returns once the server has them. Raises ValueError if it rejects the request, and
-    ConnectionError if it cannot be reached or ends meanwhile.
+    `address` is the server's control listener, a URL or unix:PATH. `token` is sent to it, unless None. `digest` is the SHA-256 of the
+    version's manifest ("": not compared). Returns once the server has loaded the weights. Raises ValueError if it rejects the request,
+    and ConnectionError if it cannot be reached or ends meanwhile.
     """
     body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
     path = address.removeprefix("unix:")
@@ -318,7 +318,7 @@ async def update_weights(
 
 
 def error_message(response: httpx.Response) -> str:
-    """Returns the error message in a server's JSON reply; of a reply in another format, the start of its body."""
+    """Returns the error message in a server's JSON reply, or the start of the body if the reply has another format."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

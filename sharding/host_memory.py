@@ -36,7 +36,7 @@ def limit_arenas() -> None:
 
 
 def trim(num_bytes: int) -> None:
-    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing for a few.
+    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing if they are few.
 
     JAX drops its references to numpy arrays in garbage collections, and malloc keeps pieces that the next weights may not fit.
     """

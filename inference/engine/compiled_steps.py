@@ -143,7 +143,7 @@ def _insert_rows(prefix, rows_N, request, state, slots_N):
 
 @functools.partial(jax.jit, donate_argnums=3)
 def insert_pages(cache, rows_M, firsts_M, state, pages_M):
-    """Copies pages of prefilled prompts into pages `pages_M`: of row `rows_M[m]`, from position `firsts_M[m]` on.
+    """Copies M pages of prefilled prompts into the state: page `pages_M[m]` gets row `rows_M[m]` from position `firsts_M[m]` on.
 
     Skips numbers out of range. Returns the state.
     """

@@ -331,14 +331,14 @@ class Engine:
         return tuple(sorted({1, -(-most // 4), most})) if self.follows_load else (most,)
 
     def sizes(self, state: State) -> tuple[int, int]:
-        """Returns the numbers of slots of a state and of their positions."""
+        """Returns (number of slots of a state, number of positions per slot)."""
         if not self.follows_load:
             return self.config.num_slots, self.config.capacity
         values = _blocks(state[0])[0].values_NBKSV
         return values.shape[1], values.shape[0] * values.shape[3]
 
     def fitting(self, num_slots: int, num_positions: int) -> tuple[int, int]:
-        """Returns the smallest sizes of a state for so many sequences, of so many tokens at most."""
+        """Returns the smallest (slots, positions per slot) of a state for `num_slots` sequences of at most `num_positions` tokens each."""
         if not self.follows_load:
             return self.config.num_slots, self.config.capacity
         num_blocks, block = cpu_decode_attention.division(self.config.capacity)

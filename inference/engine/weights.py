@@ -150,7 +150,7 @@ def fetch(
 ) -> broadcast.Pulled:
     """Reads a version of a broadcast into host memory, as `store` will need it. `pins` are `key`, `epoch` and `digest` of `broadcast.pull`.
 
-    Raises its errors, and those of `check_params`.
+    Raises the errors of `broadcast.pull` and of `check_params`.
     """
     shown = base and dataclasses.replace(base, params=cpu_transposed.views(base.params))
     pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=shown, **pins)

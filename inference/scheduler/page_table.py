@@ -44,10 +44,10 @@ class PageTable:
         return sorted(slots, key=lambda slot: slot % self._slots_per_part)
 
     def admit(self, slot: int, length: int, prompt: Hashable = None) -> list[tuple[int, int]]:
-        """Gives a free slot pages for `length` tokens, of which there must be enough; returns those to write, (number in the slot, page).
+        """Gives a free slot pages for `length` tokens; there must be enough. Returns the pages to write, as (number in the slot, page).
 
-        `prompt` identifies these tokens and their keys. None: they are shared with no other slot. The key of the last token is
-        written again by the first decode step, so its page is the slot's own.
+        `prompt` identifies these tokens and their keys. None: they are shared with no other slot. The key of the last token is written
+        again by the first decode step, so its page is the slot's own.
         """
         assert slot not in self._pages
         part = slot // self._slots_per_part

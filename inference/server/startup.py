@@ -99,14 +99,14 @@ def prepare(
     Args:
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within `wait_s`.
       config: sizes of the engine, or a function that returns them for the sizes published with the weights ({} if there are none).
-      key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
+      key: the publisher's key, which must have signed the weights: hex, a root file, or a verifier; None accepts any.
       mesh: {axis: size} of a mesh over the devices of `hosts`; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       wait_s: seconds that a version may take to appear; None: START_S.
       expected: the metadata that the version will have, if known. A server on one host then compiles its engine while it waits for
         the version.
       chat_template_kwargs: variables of the chat template in requests that do not set them, in addition to those of the run.
-      hosts: those that serve together; each calls this function, and loads the version that the first has chosen.
+      hosts: the hosts that serve together; each calls this function, and loads the version that the first has chosen.
     """
     source, version = source_lib.open(weights, trusted_key=key), 0
 

@@ -22,7 +22,7 @@ class Reader(Protocol):
     def entries(self) -> Mapping[str, Any]: ...
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns the tensor `name`, of which a mapped file is read when it is copied."""
+        """Returns the tensor `name`. A memory-mapped tensor is read from the file when it is copied."""
         ...
 
     def forget(self, name: str, view: np.ndarray) -> None:

@@ -115,9 +115,9 @@ def check(path: str) -> None:
 
 
 def checkpoint(path: str) -> pathlib.Path | None:
-    """Returns the Hugging Face folder that `init_from` = `path` began with, through the working directories of other runs.
+    """Returns the Hugging Face folder in which `init_from` = `path` has its origin, followed through the working directories of earlier runs.
 
-    None if there is none. Raises ValueError if it is gone.
+    Returns None if there is none. Raises ValueError if the folder is gone.
     """
     while path and (weights := _weights(path)):
         path = run_directory.saved_config(weights.parent)["init_from"]

@@ -445,7 +445,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def contradictions_of_training(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields those of `contradictions` that supervised fine-tuning has, too: of the model, and the lengths of conversations."""
+    """Yields the contradictions that supervised fine-tuning can have, too: in the model, and in the lengths of conversations."""
     model, length, row = c.model, c.inference.max_model_len, c.train.row_length
     if c.warmup.patience > 0 and not c.warmup.eval_every:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"

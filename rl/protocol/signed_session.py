@@ -26,7 +26,7 @@ CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's des
 
 
 class Connection:
-    """The connection to an orchestrator. `problem` is the reason for which it does not reply now, or ""."""
+    """The connection to an orchestrator. `problem` is the reason why it does not reply now, or ""."""
 
     def __init__(self, http: httpx.AsyncClient, give_up_s: float):
         self._http, self._give_up_s, self.problem = http, give_up_s, ""

@@ -225,10 +225,10 @@ def variant_rollouts(
 
 
 def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> experiment_lib.Experiment:
-    """Returns the experiment of a run, from the config in its working directory, but for its own functions that only a learner needs.
+    """Returns the experiment of a run from the config in its working directory. The run's own loss, advantage, and metric functions are left out.
 
-    Raises ValueError if config.json is missing, or if the environment's code or data, which come from the folders `code` alone, differ
-    from those of the run: its working directory may be a stranger's.
+    Raises ValueError if config.json is missing, or if the environment's code or data differ from those of the run. They come from the
+    folders `code` alone, since the working directory may be a stranger's.
     """
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():

@@ -431,7 +431,7 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance."""
+    """Checks that every claimed log-probability is within the tolerance of the replayed one, except for up to `most_flips` tokens."""
     floor, limit = rules.tolerance.floor, rules.tolerance.logprob
     error_N = np.abs(sequential_test.log_odds(one.error_N, one.doubt_N, floor))
     wrong = int((~(error_N <= limit)).sum())

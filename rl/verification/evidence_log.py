@@ -86,7 +86,7 @@ class EvidenceLog:
     def of(
         cls, config, bands: sequential_test.Bands | None, *, servers: Collection[str] = (), **options
     ) -> "EvidenceLog":
-        """Returns the log of a run by its resolved config: of `servers` in addition to `topology.server_keys`; `options` as above."""
+        """Returns the log of a run from its resolved config. `servers` are added to `topology.server_keys`; `options` are arguments of the class."""
         answering, invited = frozenset({*config.topology.server_keys, *servers}), config.topology.workers
         open_steps = task_schedule.num_open_steps(config)
         return cls(bands, servers=answering, invited=invited, open_steps=open_steps, **options)

@@ -80,7 +80,7 @@ class Peers:
 
     @classmethod
     def restored(cls, state: dict, open_steps: int = OPEN_STEPS) -> "Peers":
-        """Returns the groups of `state`; of an empty one, none."""
+        """Returns the groups in a result of `state`; an empty state gives no groups."""
         peers = cls(open_steps)
         peers._over = state.get("over", -1)
         for step, group, worker, statistics, is_verified in state.get("groups", ()):

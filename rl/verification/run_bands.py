@@ -167,7 +167,9 @@ def load(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test
         if not (
             min(*limits, bands.spread, bands.scatter, bands.alone) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS
         ):
-            raise ValueError(f"the tolerance bands must be numbers above 0, with {sequential_test.TIE_WIDTHS} of them for ties")
+            raise ValueError(
+                f"the tolerance bands must be numbers above 0, with {sequential_test.TIE_WIDTHS} of them for ties"
+            )
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error

@@ -226,10 +226,10 @@ def _whole_episodes(
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[..., transformer.Params]:
-    """Returns a function (version, epoch, None: any) -> params, which it pulls from `root`, a directory or URL.
+    """Returns a function (version, epoch) -> params that pulls policies from `root`, a directory or URL. An epoch of None accepts any.
 
-    `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep`
-    versions, until a resumed run has published one again. Threads that call it take turns.
+    `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep` versions,
+    until a resumed run has published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, broadcast.Pulled]] = {}
     lock = threading.Lock()

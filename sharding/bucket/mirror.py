@@ -74,7 +74,7 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes, url: str) -> "Head":
-        """Returns the head in `data`. Raises ValueError if it is none."""
+        """Returns the head in `data`. Raises ValueError for any other content; `url` names the place in the message."""
         try:
             fields = json.loads(data)
             if fields.pop("format") != 1 or (fields["manifest"] != "" and not text_lib.is_hex(fields["manifest"])):

@@ -81,7 +81,7 @@ def encode(files: Mapping[str, File], beat: int) -> bytes:
 
 
 def parse(data: bytes, place: str) -> dict[str, File]:
-    """Returns the files of the manifest `data`, read from `place`. Raises CorruptSource if it is none."""
+    """Returns the files of the manifest `data`, read from `place`. Raises CorruptSource for any other content."""
     try:
         fields = json.loads(data)
         if fields["format"] != 1:

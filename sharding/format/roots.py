@@ -29,7 +29,7 @@ NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
     """Returns (the root that a key in hex or a root file names, True if it is a file, whose later roots heads bring).
 
-    Of a root file, returns the newest root, or with `first` the oldest.
+    For a root file, returns the newest root, or with `first` the oldest.
     """
     if text_lib.is_hex(str(name)):
         return root_of(str(name)), False

@@ -46,7 +46,7 @@ class Hosts:
 
     @property
     def address(self) -> str:
-        """The IP address of this host by which it is connected to the others; 127.0.0.1 for a process alone."""
+        """The IP address of this host on its connection to another host; 127.0.0.1 for a process alone."""
         return next((connection.own_address for connection in self._connections.values()), "127.0.0.1")
 
     @property

@@ -61,8 +61,8 @@ class ForeignHost:
     """Plays episodes of one environment, many at the same time. All methods run in one event loop.
 
     Args:
-      foreign: the field of the environment.
-      tokenizer: that of the sessions.
+      foreign: the environment's field `foreign`.
+      tokenizer: the tokenizer of the sessions.
       limit_s: CPU seconds of an episode.
       sandbox: isolate the process (isolation.py), one of `sharding.system.sandbox.MODES`.
       on_error: called with a line of text for the first episode of each kind that fails.

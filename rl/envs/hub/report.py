@@ -76,7 +76,7 @@ def verified(found: Any, signer: str = "") -> dict:
 
 
 def passed(report: dict) -> bool:
-    """Returns True if a verified report admits the environment: its verdict, and that of its checks."""
+    """Returns True if a verified report admits the environment: its verdict is "pass", and no check of severity "fail" failed."""
     failed = [one for one in report["checks"] if one.get("status") == "fail" and one.get("severity") == "fail"]
     return report["verdict"] == "pass" and not failed and report["kind"].get("tested") in environment.KINDS
 

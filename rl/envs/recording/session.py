@@ -129,10 +129,10 @@ class Session:
     """The calls of one episode. All methods run in one event loop.
 
     Args:
-      tokenizer: of the policy.
+      tokenizer: the policy's.
       backend: makes the completion of a call; None with a tape. Its exceptions pass through `chat`; the call may then be repeated.
-      limits: of the episode.
-      seed: of the noise of the group's sample 0.
+      limits: limits of the episode.
+      seed: the seed of the noise of the group's sample 0.
       sample: the number of the episode in its group.
       thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that
         it sends back. "strip" renders the conversation again without it at each user message, which begins a stream.

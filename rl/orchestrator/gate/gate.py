@@ -84,7 +84,7 @@ class RequestRate:
 
 @dataclasses.dataclass
 class Gate:
-    """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
+    """Admits requests that are signed in this session by a key that may take part, at a limited rate for each network."""
 
     session: lease_lib.Session
     admission: Admission

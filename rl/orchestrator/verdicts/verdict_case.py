@@ -96,7 +96,7 @@ class Case:
 
 
 def take_batch(cases: Iterable[Case]) -> list[Case]:
-    """Returns the groups to replay next: of the earliest steps, at least one, as many as fit."""
+    """Returns the groups to replay together next: at least one, those of the earliest steps first, as many as fit."""
     batch, num_rows, longest = [], 0, 0
     for case in sorted(cases, key=lambda case: case.group[1]):
         num_rows += len(case.rollouts)
