@@ -347,7 +347,7 @@ class Orchestrator:
 
     @property
     def submission_limits(self) -> dict[str, int]:
-        """The limits of `parquet.from_bytes` for a submission: twice the groups that can be open, and the longest rollout of a batch."""
+        """The limits of `parquet.from_bytes` for a submission: twice the rollouts that can be open, of up to twice the tokens of a training row."""
         rl, sets = self._config.rl, task_schedule.evaluation_sets(self._config)
         open_rows = env_mix.max_rollouts(self._config) * (rl.max_lag + 2)
         open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))

@@ -116,7 +116,7 @@ def has_engine(config: config_dict.ConfigDict) -> bool:
 
 
 def learner_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the mesh axes of the learner, and `num_slices`, over which `data` replicates it unless `mesh.data` is set."""
+    """Returns the mesh axes of the learner, and `num_slices`. With several slices, `data` replicates the learner over them unless `mesh.data` is set."""
     axes = config.mesh.to_dict() | {"num_slices": config.plan.num_slices}
     return axes | ({"data": config.plan.num_slices} if axes["data"] == 1 else {})
 

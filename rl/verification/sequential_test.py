@@ -324,7 +324,10 @@ def deviation(context_N: np.ndarray, weight_N: np.ndarray | None = None) -> floa
 
 
 def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
-    """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
+    """Returns the rewards of a group's samples less a baseline, chosen so that their mean over tokens is 0; `counts` has the tokens of each sample.
+
+    An equal shift of all errors then favors no sample. Rewards that differ within the tolerance count as equal.
+    """
     advantages = np.array(rewards) - np.mean(rewards)
     # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
     advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
