@@ -21,7 +21,7 @@ def total_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int:
-    """Returns the memory that programs can still take: free pages and caches. All of `total_bytes`, on systems without that figure."""
+    """Returns the memory that programs can still take: free pages and caches. On systems without that figure, returns `total_bytes`."""
     found = total_bytes()
     with contextlib.suppress(OSError):
         if match := re.search(r"MemAvailable:\s+(\d+) kB", pathlib.Path(meminfo).read_text()):

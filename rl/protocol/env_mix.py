@@ -77,7 +77,7 @@ class Entry:
 
     @contextlib.contextmanager
     def naming_fields(self) -> Iterator[None]:
-        """Raises a ValueError of its block with the fields of this environment in place of `env.*`, in a run with several ones."""
+        """Raises a ValueError of its block again, with this environment's fields (envs.NAME.*) in place of `env.*`; unchanged in a run without `envs`."""
         try:
             yield
         except ValueError as error:

@@ -187,7 +187,7 @@ class RequestVerifier:
 def find_work(run: str, worker: str, num_bits: int, is_over: Callable[[], bool] = lambda: False) -> str:
     """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits, or once `is_over`.
 
-    Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
+    Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker forever.
     """
     if num_bits > MAX_WORK_BITS:
         raise ValueError(

@@ -80,7 +80,7 @@ class SignedVerdict:
     signature: str = ""  # hex, of all other fields
 
     def sign(self, key: rollout_lib.WorkerKey) -> "SignedVerdict":
-        """Returns this verdict with `validator`, the time, and the signature set from `key`; shortens a long detail."""
+        """Returns this verdict signed by `key`, with `validator` and the time set. A detail that is too long is cut."""
         named = dict(validator=key.worker, time_us=time.time_ns() // 1000, detail=self.detail[:MAX_DETAIL])
         unsigned = {name: value for name, value in (vars(self) | named).items() if name != "signature"}
         return SignedVerdict(**signed_message.sign(key.private, unsigned))

@@ -81,7 +81,10 @@ class Effects:
 
 
 def watch(readable: Iterable[str]) -> Effects:
-    """Returns the effects of this process from now on. Files beneath `readable` may be read without a note."""
+    """Starts to record this process's effects, such as files, network, and sleeps, and returns the record.
+
+    Files beneath `readable` may be read without a note.
+    """
     effects = Effects(readable)
     sys.addaudithook(effects.hook)
     sleep, pause = time.sleep, asyncio.sleep
