@@ -187,10 +187,9 @@ def open_checkpoint(
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
     `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are attached to the
-    parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work
-    directory stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for
-    another `--step` or another config, and FileNotFoundError
-    if the checkpoint does not exist.
+    parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work directory
+    stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for another
+    `--step` or another config, and FileNotFoundError if the checkpoint does not exist.
     """
     exp = sizes.resolve(flags.FLAGS.config, needs_envs=needs_envs, has_rollouts=needs_envs)
     try:

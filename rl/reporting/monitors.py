@@ -26,7 +26,7 @@ PROJECT = "intellax"
 
 
 class Monitor(Protocol):
-    """The metrics of a run for one program, step after step."""
+    """A program that gets the metrics of a run, step after step, such as TensorBoard."""
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
         """Records the metrics of a step of a phase."""

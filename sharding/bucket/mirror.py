@@ -102,7 +102,8 @@ def local_folder(workdir: str | os.PathLike) -> pathlib.Path:
 def mirrored(workdir: str | os.PathLike, *, with_batches: bool = False) -> Iterator[None]:
     """Keeps `local_folder(workdir)` and the bucket in step during the block. Does nothing for a path.
 
-    With `with_batches`, a restore includes the batches of earlier steps, for a run that will redact them. The caller has locked the folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if it does not answer.
+    With `with_batches`, a restore includes the batches of earlier steps, for a run that will redact them. The caller has locked the
+    folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if the bucket does not answer.
     """
     if not storage.is_url(workdir):
         yield
