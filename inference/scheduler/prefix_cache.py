@@ -106,7 +106,7 @@ class PrefixCache:
         experts: tuple[decode_state.Array, ...] = (),
         adapter: int = -1,
     ) -> None:
-        """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on. `runs` are of its keys."""
+        """Adds a sequence, which ended in `slot`. Its tokens from number `num_prefilled` on may have been sampled. `runs` names the versions of its keys."""
         keys = [key for key in self._block_keys(tokens, adapter) if num_prefilled < key[0]]
         if keys and self.max_bytes > 0:
             self._residents[slot] = _Resident(tokens, num_prefilled, runs, experts, keys)
