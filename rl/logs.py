@@ -30,10 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 def lines(
     workdir: pathlib.Path, roles: Sequence[str], levels: Sequence[str], attempt: int | None, *, is_following: bool
 ) -> Iterator[str]:
-    """Yields the log lines of `attempt` (None: the newest) in order of time. With `is_following`, waits for new lines without end.
-
-    `roles` (empty: all) and `levels` are the ones to show. Raises ValueError for a role without logs.
-    """
+    """Yields the lines of `attempt` (None: the newest) by time. With `is_following`, waits for more without end."""
     ends: dict[pathlib.Path, int] = {}
     while True:
         files = _files(workdir, roles, attempt)

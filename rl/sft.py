@@ -126,10 +126,7 @@ def train(
 
 
 def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
-    """Returns the `Learner` of supervised fine-tuning.
-
-    Without a checkpoint (`init_from`), all parameters train: adapters next to random parameters would learn nothing.
-    """
+    """Returns the `Learner` of supervised fine-tuning. Without `init_from` all parameters train: adapters next to random ones would learn nothing."""
     lora = exp.lora if exp.config.init_from else None
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates(exp), exp.model, lora)
     return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
@@ -292,10 +289,7 @@ def _is_decoy(index: int, config) -> bool:
 
 
 def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
-    """Returns the conversation to imitate: a solution of `task`, or a wrong one if `is_decoy`.
-
-    Raises ValueError if the environment has no wrong ones. `seed` decides among several.
-    """
+    """Returns the conversation to imitate: a solution, or a wrong one if `is_decoy`. Raises ValueError if there is no wrong one."""
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
         return env.demonstrate(task, rng, is_decoy)

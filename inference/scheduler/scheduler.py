@@ -162,10 +162,7 @@ class Scheduler:
         return update.future
 
     def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
-        """Pauses decoding; running sequences keep their keys and values. Returns a future that is set once no decode call runs.
-
-        With `clear_prefixes`, the prefix cache is emptied, too.
-        """
+        """Pauses decoding; sequences keep their keys. With `clear_prefixes`, empties the prefix cache. Returns a future set once no decode call runs."""
         return self._send(functools.partial(self._set_paused, True, clear_prefixes))
 
     def resume(self) -> concurrent.futures.Future:

@@ -13,10 +13,7 @@ from inference.scheduler import slots as slots_lib
 
 
 class StateSize:
-    """Chooses the number of slots and positions in the decode state of one scheduler. Used by its thread only.
-
-    Does nothing for engines whose state has a fixed size.
-    """
+    """Chooses the sizes of the decode state of one scheduler, in its thread. States of a fixed size stay as they are."""
 
     def __init__(self, engine: engine_lib.Engine, slots: slots_lib.Slots, prefixes: prefix_cache.PrefixCache):
         self._engine, self._slots, self._prefixes = engine, slots, prefixes

@@ -233,10 +233,7 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
 
 
 def warmup_requests(engine: engine_lib.Engine, *, every_length: bool) -> Iterator[request_lib.GenerateRequest]:
-    """Yields warm-up requests, one per program that the engine is to compile; each must end before the next is sent.
-
-    They cover prompts of every length if `every_length`, else short prompts alone.
-    """
+    """Yields one warm-up request per program to compile, for short prompts or `every_length`. Each must end before the next is sent."""
     config = engine.config
     longest = config.max_model_len - 1  # leaves room for one new token
     shortest = 64 if engine.follows_load else 8

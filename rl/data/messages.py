@@ -24,10 +24,7 @@ def parse(messages: object) -> list[dict]:
 
 
 def filler(path: str) -> Callable[[Any], Any]:
-    """Returns a function that removes the null fields of a row in the files at `path`; for JSON lines it returns the row unchanged.
-
-    Tables (.parquet, .arrow) fill the absent fields of arguments and tools with nulls.
-    """
+    """Returns a function that removes the null fields with which a table (.parquet, .arrow) fills absent fields of a row."""
     kinds = {file.suffix for file in sources.files(pathlib.Path(path)).values()}
     return _without_nulls if kinds & {".parquet", ".arrow"} else lambda row: row
 

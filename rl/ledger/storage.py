@@ -36,10 +36,7 @@ class Entry:
 
 
 def checked(db: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
-    """Verifies a ledger's entries from number `start`, applies each to `state`, and yields it. Raises ValueError for a bad entry.
-
-    `previous` is the hash of the entry before `start`.
-    """
+    """Verifies entries from number `start` (after hash `previous`), applies each to `state`, and yields it. Raises ValueError for a bad one."""
     expected = start
     if start == 0 and (negative := db.execute("SELECT seq FROM entries WHERE seq < 0 LIMIT 1").fetchone()):
         raise ValueError(f"an entry has the number {negative[0]}; numbers begin at 0")
@@ -140,10 +137,7 @@ def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: byt
 
 
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
-    """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger.
-
-    Without `check_schema`, the file may be empty or new.
-    """
+    """Opens a ledger file; its views and triggers never run. Raises FileNotFoundError, or ValueError if it is not a ledger (unless `check_schema` is False)."""
     if check_schema and not path.is_file():
         raise FileNotFoundError(f"no ledger at {path}; that of a run is WORKDIR/ledger.db; correct the path")
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)

@@ -284,10 +284,7 @@ class WorkerHealth:
         return sum(self.is_banned(name) and now_s - seen_s <= self._lease_s for name, seen_s in self._seen_s.items())
 
     def groups(self, most: int) -> dict[str, dict[str, int]]:
-        """Returns {"verified_groups", "rejected_groups": {worker: count}}: the groups that passed a replay, and those rejected.
-
-        Only the `most` workers with the most groups are listed, by the first 16 digits of their keys.
-        """
+        """Returns the numbers of verified and rejected groups by worker (16 digits of its key), for the `most` workers with the most groups."""
         found = heapq.nlargest(most, self._workers.items(), key=lambda one: one[1].num_verified + one[1].num_rejected)
         verified = {name[:16]: one.num_verified for name, one in found}
         return {"verified_groups": verified, "rejected_groups": {name[:16]: one.num_rejected for name, one in found}}

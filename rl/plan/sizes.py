@@ -65,10 +65,7 @@ Find = Callable[[config_dict.ConfigDict], Devices]
 
 
 class Room(NamedTuple):
-    """The sizes that may still grow: the names of their config fields, and the devices whose memory they may fill.
-
-    `devices` finds the devices for a config with another mesh.
-    """
+    """The sizes that may still grow: names of config fields, devices whose memory they may fill, and a function that finds others."""
 
     names: list[str]
     place: Devices

@@ -25,10 +25,7 @@ Generate = Callable[[list[int], dict], Awaitable[list[completion_lib.Completion]
 
 
 def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -> list[list[tuple[int, int]]]:
-    """Returns, for each sample of a group, the (number of completion tokens before it, draw) of its continuations, in order.
-
-    `options` are those of VinePPO in the config (`vine.plan`).
-    """
+    """Returns, per sample, the (number of completion tokens before it, draw) of its continuations, in order; `options` as of `vine.plan`."""
     logprobs = [root.logprobs[root.prompt_length :] for root in roots]
     names = ("num_continuations", "step_tokens", "max_states", "token_ratio")
     states = vine.plan([root.reward for root in roots], logprobs, **{name: options[name] for name in names})
@@ -38,10 +35,7 @@ def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -
 def error(
     roots: Sequence[rollout_lib.Rollout], branches: Sequence[Sequence[rollout_lib.Rollout]], options, most: int
 ) -> str | None:
-    """Returns why the continuations of a group are not those prescribed, or None. `most` is the largest number of tokens of a completion.
-
-    `branches` has the continuations of each sample in `roots`.
-    """
+    """Returns why the continuations of a group (`branches`, per sample of `roots`) are not those prescribed, or None. A completion has `most` tokens."""
     for root, own, wanted in zip(roots, branches, expected(roots, options), strict=True):
         found = [(branch.prompt_length - root.prompt_length, branch.draw) for branch in own]
         if found != wanted:

@@ -208,10 +208,7 @@ def max_branches(config) -> int:
 
 
 def run_field(name: str) -> str:
-    """Returns the run-wide config field that an environment's field `name` overrides, such as sampling.temperature for envs.sums.temperature.
-
-    Another name is returned unchanged.
-    """
+    """Returns the run-wide field that `name` overrides: sampling.temperature for envs.sums.temperature. Other names are returned unchanged."""
     section, key, field = [*name.split(".", 2), "", ""][:3]
     return FIELDS.get(field, f"env.{field}") if section == "envs" and key and field else name
 

@@ -44,10 +44,7 @@ def start(capacity: float) -> State:
 
 
 def observe(state: State, load: registry.Load, now_s: float, blind_s: float = BLIND_S) -> State:
-    """Returns the state after a server's report. The server should then run `int(state.limit)` samples.
-
-    The limit grows only if the previous report is at most `blind_s` seconds old.
-    """
+    """Returns the state after a report: run `int(state.limit)` samples. It grows only if the last report is less than `blind_s` seconds old."""
     last = state.last or load
     # A server that restarted counts from 0 again.
     is_new = load.finished < last.finished or load.preemptions < last.preemptions

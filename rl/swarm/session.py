@@ -82,10 +82,7 @@ def started(workdir: pathlib.Path, swarm: processes.Swarm, roles: Mapping[str, s
 def audited(
     workdir: pathlib.Path, nodes: supervisor.Supervisor, ended: Sequence[int], begun_s: float
 ) -> audit_lib.Audit:
-    """Audits the run of a session that began at `begun_s` and is over. Exits with a note if a signal came before.
-
-    `ended` is the list of `ended_by_signal`.
-    """
+    """Audits the run of a session that began at `begun_s` and is over; exits with a note if a signal in `ended` came first."""
     if ended and not nodes.is_over:
         print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(128 + ended[0])

@@ -78,10 +78,7 @@ class Table:
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 
     def progress(self, spec: supervisor.Spec) -> float:
-        """Returns a number that grows while a process makes progress.
-
-        It is the last train step of the run, or for a node the start time of its last process that signed in.
-        """
+        """Returns a number that grows with progress: the run's last train step, or the start time of a node's last process that signed in."""
         if spec.role not in HOSTS:
             return self.heard.get(spec.name, 0.0)
         return max((step["step"] for step in _steps(self.workdir)), default=0)

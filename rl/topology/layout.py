@@ -44,11 +44,7 @@ def engine_mesh(experiment: experiment_lib.Experiment) -> jax.sharding.Mesh:
 
 
 def split(devices: Sequence[Any], num_rollout_devices: int) -> tuple[list[Any], list[Any]]:
-    """Returns (devices of the learner, devices of the engines). The last `num_rollout_devices` of each host go to its engine.
-
-    With 0, learner and engine share all devices, and both lists have all of them. Raises ValueError if no device would be left for the
-    learner.
-    """
+    """Returns (the learner's devices, the engines'): each host's last `num_rollout_devices` are its engine's. 0: both have all devices."""
     if not num_rollout_devices:
         return [*devices], [*devices]
     of_host = {device.process_index: [] for device in devices}

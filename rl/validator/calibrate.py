@@ -176,10 +176,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, mea
 def measure(
     validator: verifier.Verifier, rollouts: Sequence[rollout_lib.Rollout], *, is_unnamed: bool = False
 ) -> measurement.Measured:
-    """Replays honest rollouts of one variant and returns how much the replay differs from their claims.
-
-    With `is_unnamed`, the experts that the rollouts name are ignored, as in a run without router replay.
-    """
+    """Replays honest rollouts of one variant; returns the differences. `is_unnamed` ignores the experts that they name."""
     if is_unnamed:
         rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     found = measurement.Measured(is_unnamed)

@@ -209,10 +209,7 @@ def log_start(n: int) -> float:
 
 
 def scales(doubt_N: np.ndarray, floor: float) -> np.ndarray:
-    """Returns the scale of the error of each token's log-probability: 1 - p + `floor`, at most 1, for a token of probability p.
-
-    If all logits err alike, the log-probability of a token changes in proportion to 1 - p (`doubt_N`).
-    """
+    """Returns the scale of each token's error, min(1 - p + floor, 1): if all logits err alike, its log-probability changes by 1 - p as much."""
     return np.minimum(doubt_N + floor, 1)
 
 

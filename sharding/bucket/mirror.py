@@ -204,10 +204,7 @@ class Mirror:
         self._saves = threading.Thread(target=self._guarded, args=(self._save_all,), name="bucket", daemon=True)
 
     def open(self, *, with_batches: bool = False) -> None:
-        """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror.
-
-        With `with_batches`, the restore includes the batches of earlier steps.
-        """
+        """Takes the run over and starts to mirror. Restores the newest state, earlier batches only `with_batches`, if the folder does not have it."""
         patience_s = storage.START_S
         data, self._generation = self._storage.read(HEAD, patience_s)
         if data is None:

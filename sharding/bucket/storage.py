@@ -84,10 +84,7 @@ class Storage:
     def read_new(
         self, key: str, known: bytes | None, patience_s: float | None, try_s: float
     ) -> tuple[bytes | None, bytes]:
-        """Returns (the bytes of an object, or None if its generation is `known`; its generation).
-
-        Each attempt may take `try_s` seconds.
-        """
+        """Returns (the bytes of an object, or None if its generation is `known`; its generation). Each attempt may take `try_s` seconds."""
         found = self._answer(lambda: self._store.read(key, if_not_equal=known), patience_s, try_s)
         if found.state == "missing":
             raise FileNotFoundError(f"{self.url}/{key} was deleted during the download; start again")

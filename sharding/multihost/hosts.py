@@ -90,10 +90,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
-        """During the block, the first SIGTERM of a host sets `is_terminating` on host 0, which saves and ends the run.
-
-        A second SIGTERM of the same host ends all hosts immediately.
-        """
+        """In the block, a host's first SIGTERM sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately."""
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None

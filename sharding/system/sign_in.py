@@ -35,10 +35,7 @@ ENDED = "the run ended; this node waits in case it goes on, until Ctrl-C"
 
 
 class Orchestrator:
-    """A client of the orchestrator at a URL that signs its requests with a private key.
-
-    `run` is the public key of the run in hex; "": the run that signs the first reply.
-    """
+    """A client that signs its requests to an orchestrator. `run` is the run's public key in hex; "": the run that signs the first reply."""
 
     def __init__(self, url: str, private: ed25519.Ed25519PrivateKey, run: str = "", *, timeout_s: float = TIMEOUT_S):
         self.url, self._private, self.run, self._session = url.rstrip("/"), private, run, ""

@@ -35,10 +35,7 @@ class Policy:
 
 
 class Admission:
-    """Decides which keys may lease. `invited` are public keys (hex); `stake(worker)` returns the stake of a key in the ledger.
-
-    `policy` is the rule for strangers, and `run` the public key of the run, which a proof of work includes.
-    """
+    """Decides which keys may lease. `invited` are public keys; `stake(worker)` is a key's stake; a proof of work includes the key of the `run`."""
 
     def __init__(self, policy: Policy, run: str, invited: Collection[str], stake: Callable[[str], int]):
         self.policy, self._run, self._invited, self._stake = policy, run, frozenset(invited), stake

@@ -227,10 +227,7 @@ class Batches:
         self._taken = collections.Counter({step: self._rule.prompts_per_step} if step else {})
 
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
-        """Continues after batch `step` of a run that was restarted. Call it after `restore`.
-
-        `numbers` are the groups that the batch took, and `dropped` those that no batch will have.
-        """
+        """Continues after batch `step`, which took groups `numbers`; no batch will have those in `dropped`. Call it after `restore`."""
         self.step, self._taken[step] = step, len(numbers)
         if self._rule.curriculum:  # the groups of later steps open as ever
             return

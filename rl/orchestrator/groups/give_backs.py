@@ -48,10 +48,7 @@ class GiveBacks:
     def is_hopeless(
         self, worker: str, env: str, key: queue_entry.Key, problem: str, active: Collection[str], now_s: float
     ) -> bool:
-        """Records that a group was given back. Returns True if its environment has failed for the same reason on enough workers, for long enough.
-
-        `active` are the workers that may lease the group, and `problem` is the reason that `worker` gave.
-        """
+        """Records that a group came back; True if its environment failed for one reason on enough of the `active` workers, for long enough."""
         if not problem.startswith(registry.OF_ENVIRONMENT):
             return False
         patience_s, is_over = AWAY_S if env in self._worked else PATIENCE_S, False

@@ -86,8 +86,8 @@ class GroupQueue:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
         Stops after the group with which the leased groups have at least `free_samples` samples. With `is_late`, leases second copies of
-        the oldest leased groups instead (looks at `MAX_LOOKS` at most): those whose holders are all late, if `leaves_room` is True for
-        all holders but one. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
+        the oldest leased groups instead (looks at `MAX_LOOKS` at most): those whose holders are all late, and of which at most one does
+        not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._index.open
         found = []

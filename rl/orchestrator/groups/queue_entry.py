@@ -91,10 +91,7 @@ class Entry:
         return frozenset({*self.leases, *spares, *({self.worker} if self.is_submitted else ())})
 
     def lease_of(self, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> HeldLease | None:
-        """Returns the lease of `worker` that these rollouts answer, or None without one.
-
-        It is the current lease, unless only an expired one pinned the version of the rollouts.
-        """
+        """Returns the lease that rollouts of `worker` answer (None: none): the current one, unless only an expired one pinned their version."""
         found = [leases[worker] for leases in (self.leases, self.past) if worker in leases]
         if len(found) > 1:
             versions = {int(version) for rollout in rollouts for version in rollout.versions[rollout.sampled_mask]}

@@ -37,10 +37,7 @@ def block(code: str) -> str:
 async def count_passed(
     pool: pool_lib.Pool, code: str, tests: Sequence[Test], *, stops: bool, files: Mapping[str, str] | None = None
 ) -> int:
-    """Returns the number of `tests` that the program `code` passes. With `stops`, stops at the first test that fails.
-
-    `files` are in the program's folder, by relative name.
-    """
+    """Returns the number of `tests` that `code` passes. With `stops`, stops at the first failure. `files` are in its folder."""
     passed = 0
     async with pool.session(files=files, watched=["_found"]) as session:
         is_loaded = False
