@@ -5,7 +5,7 @@
 2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
    others: a server that hangs costs a bounded time, however long a completion takes. Once a reply begins, its time is bounded as well.
    If a reply takes much longer than others, or than its tokens should, another server is asked, too, and the first reply counts: a
-   server may keep a request for ever, and make tokens for others.
+   server may keep a request forever, and make tokens for others.
 3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
    else it is the fault of those that sent it.
 """

@@ -322,7 +322,7 @@ class _Groups:
         self._problem = problem
 
     async def _submit(self) -> None:
-        """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
+        """Submits finished groups without end, several in one file up to a size, because the cost of a file is mostly fixed."""
         left = None  # a finished group that did not fit
         while True:
             key, rollouts = left or await self._finished.get()

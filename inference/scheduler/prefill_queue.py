@@ -5,7 +5,7 @@
 2. A prompt longer than a chunk, or one that goes on from a cached sequence, is prefilled chunk by chunk. Between two decode calls, so
    many chunks of one prompt after the other run as have `BUDGET` times the tokens of a chunk (`begin_step`).
 3. A sequence that ended is added to the prefix cache for the next turn of its conversation (`keep`).
-4. New weights invalidate the prefix cache, but for sequences of the version before, and a prompt that is partly prefilled (`set_weights`).
+4. New weights invalidate the prefix cache, except sequences of the version before, and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
 """

@@ -258,7 +258,7 @@ class Scheduler:
         except BaseException as error:
             self.error = error
             raise
-        finally:  # an error in the engine fails every request, so that no caller waits for ever; then the thread ends
+        finally:  # an error in the engine fails every request, so that no caller waits forever; then the thread ends
             with self._lock:
                 self._is_closing = True
             self._fail_all(Closed("the server stopped before the request was finished; send the request elsewhere"))

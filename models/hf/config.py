@@ -1,7 +1,7 @@
 """Converts the `config.json` of a Hugging Face checkpoint to `ModelConfig`, and back.
 
 `read` accepts the entries of transformers 4 and 5; `write` gives those of 4, which both load. `update` keeps all entries of the
-checkpoint that a model began with, also those that this package does not read, but for those that the model contradicts.
+checkpoint that a model began with, also those that this package does not read, except those that the model contradicts.
 
 Family-specific entries are in models/hf/families.py, shared ones in models/hf/fields.py. Entries that change no arithmetic
 in a forward pass (token ids, dropout, initializer) are neither read nor written.

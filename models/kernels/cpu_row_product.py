@@ -253,7 +253,7 @@ def _rows(kind: str, num_rows: int, num_matrices: int) -> str:
     return str(module)
 
 
-# LLVM's code, but for "%a = get TYPE, %pointer + BYTES" and "set TYPE %a, %pointer + BYTES", which load and store.
+# LLVM's code, except for "%a = get TYPE, %pointer + BYTES" and "set TYPE %a, %pointer + BYTES", which load and store.
 # A job: next channel, channels done, users, N, channels of a chunk, frame.
 THREADS = """
 declare ptr @malloc(i64)

@@ -275,7 +275,9 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
             if field == "env":
                 continue
             if field not in least:
-                raise ValueError(f"evaluation.sets.{name} has the unknown field {field!r}; use {', '.join(least)}, or env")
+                raise ValueError(
+                    f"evaluation.sets.{name} has the unknown field {field!r}; use {', '.join(least)}, or env"
+                )
             kind = (int, float) if field == "temperature" else int
             if not (isinstance(value, kind) and least[field] <= value < math.inf):
                 rule = f"must be a number of at least {least[field]}; correct it"

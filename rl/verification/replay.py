@@ -61,7 +61,7 @@ class Replayed:
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray  # the states that predict the tokens
     kept_gap_N: np.ndarray | None = None  # nats by which the claimed kept set misses the filters'; None without claims
-    gap_T: np.ndarray | None = None  # largest router margin of all layers, but for the last token; None without experts
+    gap_T: np.ndarray | None = None  # largest router margin of all layers, without the last token; None without experts
     proofs: Sequence[toploc.ProofResult] = ()
 
     @property

@@ -258,7 +258,7 @@ def alone(bands: Bands, one: Evidence) -> dict[str, float]:
 
 def _mean_gains(x_S: np.ndarray, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
-    mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets for ever
+    mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets forever
     return np.log1p(np.array(BETS) * (mean - m) / m)
 
 

@@ -2,7 +2,7 @@
 
 1. `GET /run` names the run and the session of its orchestrator, signed by the run's key.
 2. Each heartbeat reports the state of this node; the signed reply names the newest policy and the interval.
-3. An orchestrator that is away or was started again is asked for ever, with growing pauses: a node outlives its learner.
+3. An orchestrator that is away or was started again is asked forever, with growing pauses: a node outlives its learner.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Recognizes environments of which no worker can make a group, such as one whose options are wrong: the run would wait for them for ever.
+"""Recognizes environments of which no worker can make a group, such as one whose options are wrong: the run would wait for them forever.
 
 1. A worker that gives a group back names the cause. Causes of environments begin with registry.OF_ENVIRONMENT; those of servers,
    networks, and disks do not, and pass.

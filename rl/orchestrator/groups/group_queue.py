@@ -7,7 +7,7 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
 
 1. A group may have several holders: `lease` gives open groups, or copies of the oldest leased ones to workers without work.
    Seeds are prescribed, so a copy changes nothing but the time. Some holders leave room for another copy (`leaves_room`): two
-   strangers that renew their leases for ever would else keep a group for themselves.
+   strangers that renew their leases forever could otherwise keep a group for themselves.
 2. The first delivery that is accepted wins. Until then, one of another holder is kept as a spare and takes the place of a delivery
    that is rejected. Later ones are duplicates, which count against no worker.
 3. Leases are renewed (`renew`), given back (`give_back`), and expire (`expire`). A group without a holder opens again, ahead of the
@@ -132,7 +132,7 @@ class GroupQueue:
                 entry.leases[worker] = dataclasses.replace(lease, deadline_s=later_s)
             elif entry is None or entry.is_submitted or worker not in entry.past:
                 void.append(key)
-                if entry and lease:  # rollouts that are on their way are taken nevertheless
+                if entry and lease:  # rollouts that are on their way are still accepted
                     entry.keep_past(lease)
                     self._end_lease(key, worker)
         return void

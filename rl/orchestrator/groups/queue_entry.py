@@ -11,7 +11,7 @@ from rl.protocol import lease as lease_lib
 from rl.protocol.lease import Key as Key
 
 MAX_PAST = 4  # expired leases of a group whose work is still taken
-MAX_HOLDERS = 2  # of a group at the same time, but for those that leave room
+MAX_HOLDERS = 2  # of a group at the same time, except those that leave room
 _Keys = collections.OrderedDict[Key, None]
 
 

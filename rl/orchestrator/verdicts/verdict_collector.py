@@ -180,7 +180,7 @@ class VerdictCollector:
         wake.set()
 
     async def _serve(self, http: httpx.AsyncClient, validator: Validator) -> None:
-        """Sends waiting groups to one validator, for ever."""
+        """Sends waiting groups to one validator; never returns."""
         while True:
             wake, now_s = self._wake, time.monotonic()
             wanted = [case for case in self._cases.values() if case.wants(validator, self.quorum, now_s)]

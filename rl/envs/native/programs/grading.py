@@ -2,7 +2,7 @@
 
 | test | passes if |
 |---|---|
-| {"input": text, "output": text} | the program ends with status 0 and prints the output, but for white space at the ends of lines |
+| {"input": text, "output": text} | the program ends with status 0 and prints the output, except for white space at the ends of lines |
 | "assert f(...) == value" | the call returns a value with this representation, or equal to it |
 | another "assert ..." | the assertion does not raise, in the process of the program |
 

@@ -5,7 +5,7 @@
 2. The tools are `search`, `open`, and `find`. The first message without a call is the answer, or its part after the last "Answer:".
 3. With `protocol="text"`, a message is one command, "search WORDS", "open NUMBER", "find NUMBER WORDS", or "answer WORDS". This needs
    no schemas in the prompt, so that a model with a context of a few hundred bytes can learn it.
-4. The reward is `exact`, 1 for the answer but for case, punctuation, and articles, or `f1`, the overlap of their words.
+4. The reward is `exact`, 1 for the answer up to case, punctuation, and articles, or `f1`, the overlap of their words.
 
 BM25 scores a document for a query by the sum over the query's different words of
 
