@@ -51,7 +51,7 @@ class Store:
 
     @property
     def specs(self) -> transformer.Params:
-        """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not, in the form that is published."""
+        """The tree of `ParamSpec` (shape and type) of the weights as this server stores them, quantized if it quantizes."""
         if self.quantization == "none":
             return self.plain_specs
         model = int8.specs(transformer.specs(self.model))

@@ -87,7 +87,7 @@ def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool
 def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_few: bool) -> jax.Array:
     """Returns the products of rows and output-major matrices of integers, one after the other: float32 [R, N].
 
-    `is_few` is True if cpu_row_product.py multiplies, as `fits_few` allows. Otherwise there is one matrix.
+    With `is_few` (see `fits_few`), cpu_row_product.py multiplies. Without it, `kernels` must have one matrix.
     """
     x_RK = x_RK.astype(jnp.float32)
     R = len(x_RK)

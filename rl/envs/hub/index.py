@@ -83,7 +83,7 @@ def read(place: str, signer: str = "") -> Index:
 
 
 def newest(found: Index, memory: pathlib.Path) -> Index:
-    """Returns the index, and remembers its sequence in the file `memory`. Raises ValueError if a newer index of its key was seen."""
+    """Returns the index, and remembers its sequence in the file `memory`. Raises ValueError if a newer index of the same key was seen."""
     memory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(memory):
         seen = atomic_file.read_json(memory, dict)
