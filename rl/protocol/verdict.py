@@ -105,7 +105,7 @@ class SignedVerdict:
         if not (is_clear and 0 <= verdict.time_us < 2**53 and text_lib.is_hex(verdict.signature, 128)):
             found = f"accepted = {verdict.accepted}, reason {verdict.reason!r:.80}, time_us = {verdict.time_us!r:.20}"
             raise ValueError(
-                f"verdict has {found}; send reason 'ok' if and only if accepted, and a signature of 128 hex digits"
+                f"verdict has {found}; send reason 'ok' if and only if accepted, the time, and 128 lower-case hex digits"
             )
         if len(verdict.detail) > MAX_DETAIL or not verdict.check():
             raise ValueError(f"verdict is not signed by the validator it names, {verdict.validator[:16]!r}; sign it")

@@ -267,7 +267,7 @@ def test_a_run_of_one_turn_allows_one_call():
         (
             "replayed",
             {"topology.mode": "remote", "trust.environments": "pure"},
-            "set it to 'replayed', or trust.admission",
+            "set that to 'replayed', or set trust.admission",
         ),
         ("pure", {"topology.mode": "remote", "trust.environments": "pure"}, ""),
     ],

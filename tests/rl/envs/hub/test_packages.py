@@ -122,7 +122,7 @@ def test_a_changed_index_wheel_or_report_is_refused(copy, capsys):
     words = ["install", "sums", "--dry", "--index", index, "--signer", key.worker]
     text = index.read_text()
     index.write_text(text.replace('"kind": "pure"', '"kind": "purx"'))
-    assert "it was changed; get the index again" in failed(capsys, *words)
+    assert "does not fit its content; get the index again" in failed(capsys, *words)
     index.write_text(text)
     assert "not by --signer 0000" in failed(capsys, *words[:-1], "0" * 64)
     assert f"signed by {key.worker}; pass this key" in failed(capsys, *words[:-2])
