@@ -289,7 +289,7 @@ def _is_decoy(index: int, config) -> bool:
 
 
 def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
-    """Returns the conversation to imitate: a solution, or a wrong one if `is_decoy`. Raises ValueError if there is no wrong one."""
+    """Returns the conversation to imitate: a solution, or a wrong one if `is_decoy`. Raises ValueError if a wrong one does not exist."""
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
         return env.demonstrate(task, rng, is_decoy)

@@ -66,7 +66,7 @@ class Publisher:
     """Publishes the weights of a run: a complete snapshot every `snapshot_every` versions, and deltas in between.
 
     Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
-    `snapshot_every=1`, every version is a snapshot, and there is no copy unless tensors are `fixed`. Within a `with` block, the head is
+    `snapshot_every=1`, every version is a snapshot, without a copy unless tensors are `fixed`. Within a `with` block, the head is
     signed again before it expires.
 
     Tensors below `fixed`, a name in the tree, never change. Only the first version that this publisher writes reads and stores them.

@@ -90,7 +90,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
-        """In the block, a host's first SIGTERM sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately."""
+        """A host's first SIGTERM in the block sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately."""
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None
