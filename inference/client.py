@@ -5,7 +5,7 @@
 2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
    others: a server that hangs costs a bounded time, however long a completion takes. Once a reply begins, its time is bounded as well.
    If a reply takes much longer than others, or than its tokens should, another server is asked, too, and the first reply counts: a
-   server may keep a request for ever, and make tokens for others.
+   server may keep a request forever, and make tokens for others.
 3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
    else it is the fault of those that sent it.
 """
@@ -99,10 +99,10 @@ class Client:
     ) -> list[completion_lib.Completion]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`; none is older than `oldest_version`.
-        Requests with the same key `sticky` go to the same server where possible. Raises VersionGone if no server serves these
-        versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply
-        `give_up_s` after the first failure.
+        With `proofs`, the completions have TOPLOC proofs. Policy `policy_version` generates all tokens, unless it is -1, or versions of
+        `policy_epoch`; none is older than `oldest_version`. Requests with the same key `sticky` go to the same server where possible.
+        Raises VersionGone if no server serves these versions any more, ValueError if all servers reject the request, and Unavailable if
+        none sends a valid reply `give_up_s` after the first failure.
         """
         body = {"token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}
@@ -295,11 +295,11 @@ async def update_weights(
     digest: str = "",
     rollback: bool = False,
 ) -> None:
-    """Makes a server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
+    """Makes a server load the weights of `version` of `epoch` (None: any). With `rollback`, the version may be older than the one in use.
 
-    `address` is that of its control listener, a URL or unix:PATH, which is sent `token`, unless None. `digest` is the SHA-256 of the
-    version's manifest ("": not compared). Returns once the server has them. Raises ValueError if it rejects the request, and
-    ConnectionError if it cannot be reached or ends meanwhile.
+    `address` is the server's control listener, a URL or unix:PATH. `token` is sent to it, unless None. `digest` is the SHA-256 of the
+    version's manifest ("": not compared). Returns once the server has loaded the weights. Raises ValueError if it rejects the request,
+    and ConnectionError if it cannot be reached or ends meanwhile.
     """
     body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
     path = address.removeprefix("unix:")
@@ -318,7 +318,7 @@ async def update_weights(
 
 
 def error_message(response: httpx.Response) -> str:
-    """Returns the error message in a server's JSON reply; of a reply in another format, the start of its body."""
+    """Returns the error message in a server's JSON reply, or the start of the body if the reply has another format."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -93,8 +93,8 @@ ERRORS = {
 def make_app(server: inference_server.InferenceServer, *, api_key: str | None = None) -> fastapi.FastAPI:
     """Returns the app of an inference server's data routes. Clients must send `api_key`; None requires no key.
 
-    With a key, requests of browser pages are accepted: the page has the key. The Host header is free, since proxies that add TLS
-    hand it on, and the Origin header already gives away a page whose name was rebound to this address.
+    With a key, requests from browser pages are accepted, because only a page that has the key can send it. Any Host header is accepted:
+    proxies that add TLS pass it on, and a page whose name was rebound to this address is refused by its Origin header.
     """
     app = _app(server)
     generate_routes.add(app, server, MAX_BODY_BYTES)
@@ -327,7 +327,9 @@ def _check(args: argparse.Namespace) -> None:
         found = f"--dtype {args.dtype} is for --model, and published weights keep the dtype of their run"
         raise ValueError(f"{found}; leave it out")
     if args.weights and (args.adapter or args.allow_adapter_loading):
-        raise ValueError("--adapter runs next to --model, and published weights have their own; leave one of them out")
+        raise ValueError(
+            "--adapter needs --model, because published weights bring their own adapters; leave out --adapter or --weights"
+        )
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")

@@ -59,7 +59,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, config: config_lib.ModelConfig, *, is_frozen: bool = False) -> "ModelFlops":
-        """Returns the counts for the model of `config`. Of routed experts, only the chosen ones count as multiplied."""
+        """Returns the counts for a model. Only chosen experts count as multiplied. `is_frozen`: its own parameters do not train."""
         held = multiplied = last = 0
         for name, spec, is_lookup in _specs(config):
             size = math.prod(spec.shape)

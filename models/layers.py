@@ -31,8 +31,8 @@ def weight(param, dtype: jax.typing.DTypeLike, config: config_lib.ModelConfig) -
 def project(x: jax.Array, kernel: Kernel, model: int = 0) -> jax.Array:
     """Returns the product [B, T, out...] of x [B, T, in...] and the weights `kernel` [in..., out...], whose dim `model` is split over `fsdp`.
 
-    The kernel is cast to the dtype of x. Several devices sum its gradient in the dtype that it has. They keep B and T apart, which
-    may be split, because merging would gather the rows. One device multiplies two matrices.
+    The kernel is cast to the dtype of x. On several devices, its gradient is summed in the kernel's own dtype, and B and T stay
+    separate dims, because merging them would gather the rows. On one device, the product is one multiplication of two matrices.
     """
     if not isinstance(kernel, adapted.Adapted):
         return checkpoint_name(_multiply(x, kernel, model=model), SAVED)

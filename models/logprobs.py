@@ -39,11 +39,11 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
 
-    `hidden_BTD` is the result of `transformer.apply` for the same tokens. Gradients flow to it and to the output head, the
-    only one of `params` that is read. `temperature_BT` is the temperature each token was sampled at; values <= 0 (greedy)
-    count as 1. `predictors_BT` is the column whose hidden state predicts the token; the one before it when None.
-    `kept_BTW` are vocabulary entries, int32: both are then of the softmax over these alone, where the first is not -1 (others may be).
-    `entropy_gradient` gives the entropy a gradient, for an entropy bonus.
+    `hidden_BTD` is the result of `transformer.apply` for the same tokens. Gradients flow to it and to the output head, the only one of
+    `params` that is read. `temperature_BT` is the temperature each token was sampled at; values <= 0 (greedy) count as 1.
+    `predictors_BT` is the column whose hidden state predicts the token; the one before it when None. `kept_BTW` has the kept vocabulary
+    entries of each token, int32, padded with -1: both results are then of the softmax over these entries alone. A token whose first
+    entry is -1 has all entries. `entropy_gradient` gives the entropy a gradient, for an entropy bonus.
     """
     kept_BTW = jnp.zeros((*tokens_BT.shape, 0), jnp.int32) if kept_BTW is None else kept_BTW
     column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)

@@ -56,7 +56,7 @@ ROWS = 2**17
 
 @struct.dataclass
 class InStack:
-    """The matrices of one layer, [E, D, F], in the stack of all layers, which stays whole: in front of a kernel's call a slice is a copy."""
+    """The matrices of one layer, [E, D, F], inside the stack of all layers. The kernel reads them there, because a slice before its call would be copied."""
 
     stack: jax.Array  # [L, E, D, F]
     layer: jax.Array
@@ -77,7 +77,7 @@ class InStack:
 
 
 def left_in_stack(params: dict) -> dict:
-    """Returns the matrices of a stack of MoE layers that need no slice per layer: none that `run` gathers over `fsdp` or that are in int8."""
+    """Returns the matrices of a stack of MoE layers that `run` can read from the stack: plain arrays that no `fsdp` axis splits."""
     mesh = rules.several_devices()
     if mesh is not None and mesh.shape["fsdp"] > 1:
         return {}
@@ -90,8 +90,8 @@ def run(
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, [B, T, D].
 
-    `params` has expert-major `gate`, `up` [E, D, F], `down` [E, F, D], and biases if the config has them. They are cast to the
-    dtype of the tokens. Devices sum their gradients in the dtype that they have.
+    `params` has expert-major `gate`, `up` [E, D, F], `down` [E, F, D], and biases if the config has them. They are cast to the dtype of
+    the tokens. Devices sum the gradients of `params` in the dtype of `params`.
     """
     mesh = rules.several_devices()
     if mesh is None:

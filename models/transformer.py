@@ -191,7 +191,7 @@ def normed(params: Params, config: config_lib.ModelConfig, x_BTD: jax.Array) -> 
 
 
 def precision(config: config_lib.ModelConfig) -> contextlib.AbstractContextManager:
-    """Returns a context in which jax traces products of float32, forward and backward, as ones of float32 if that is the model's dtype.
+    """Returns a context in which jax computes float32 products in full float32, forward and backward, if that is the model's dtype.
 
     By default GPUs round their operands to TF32 and TPUs to bfloat16: on an H100 log-probabilities of the quickstart's engine and of
     its replay differed by 6e-4. Products of bfloat16 stay as they are: some kernels reject the setting.

@@ -252,7 +252,11 @@ class Audit:
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
         of = number // self._per_step + 1
         draw = verdict_lib.draw(secret, f"train/{of}/{number}")
-        return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
+        return (
+            None
+            if draw >= rate
+            else f"it needed a verdict: its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
+        )
 
 
 def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> str | None:

@@ -65,7 +65,7 @@ class Result:
 
 
 def check(config, workdir: str, given: Collection[str] = ()) -> Iterator[Result]:
-    """Yields the result of each check of this machine for a config, of which the command line sets the fields `given`."""
+    """Yields the result of each check of this machine for a config. `given` are the config fields that the command line sets."""
     yield _python()
     yield _packages()
     yield from _machine()

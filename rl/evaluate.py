@@ -69,7 +69,7 @@ NUM_SAMPLES_SHOWN = 12
 class Evaluations(contextlib.AbstractContextManager):
     """The evaluations of a run, which go on while it trains. Scores, samples, and metrics are written when they arrive.
 
-    Results are taken in the order of their beginning, so that files grow in order.
+    Results are written in the order in which the evaluations began.
     """
 
     exp: experiment.Experiment
@@ -187,17 +187,16 @@ def open_checkpoint(
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
     `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are attached to the
-    parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work
-    directory stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for
-    another `--step` or another config, and FileNotFoundError
-    if the checkpoint does not exist.
+    parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work directory
+    stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for another
+    `--step` or another config, and FileNotFoundError if the checkpoint does not exist.
     """
     exp = sizes.resolve(flags.FLAGS.config, needs_envs=needs_envs, has_rollouts=needs_envs)
     try:
         mesh = layout.learner_mesh(exp.config)
     except ValueError as error:
-        text = "this command runs on one host, whose mesh may differ from the run's"
-        raise ValueError(f"{error}; {text}, as by --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
+        text = "this command runs on one host: set a mesh for it"
+        raise ValueError(f"{error}; {text}, as in --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
     root = bucket.fetched(flags.FLAGS.workdir, ("*/seal.json",)).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file

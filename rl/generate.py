@@ -169,7 +169,7 @@ def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence
 
 
 def write(output: pathlib.Path, rows: Sequence[dict], min_score: float, *, as_parquet: bool = False) -> int:
-    """Writes responses.jsonl, and those with a score of at least `min_score` as sft.jsonl; returns their number."""
+    """Writes responses.jsonl, and those with a score of at least `min_score` as sft.jsonl (and sft.parquet); returns the number of the latter."""
     good = [row for row in rows if row["messages"] and row["score"] is not None and row["score"] >= min_score]
     fields = ("messages", "response_id", "problem_id", "task_type", "score")
     accepted = [{name: row[name] for name in fields} for row in good]

@@ -58,7 +58,8 @@ def add(
 ) -> str:
     """Adds both routes to an app that listens at `host`; returns the path of the first, with the token that it needs.
 
-    `answer` returns the expected answer of a task, and `doing` a line on the present work of the run; "" for none.
+    `nodes` returns the rows of the table of nodes, `answer` the expected answer of a task, and `doing` a line on the present work of
+    the run; "" for none. `decode` converts token IDs to text, and `credit` computes the advantages that the pages show.
     """
     source = rollouts_page.Source(decode, answer, credit.by_token, noise)
     token = "" if sockets.is_loopback(host) else secret_file.read_or_create(workdir / "page.token")

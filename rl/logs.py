@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 def lines(
     workdir: pathlib.Path, roles: Sequence[str], levels: Sequence[str], attempt: int | None, *, is_following: bool
 ) -> Iterator[str]:
-    """Yields the lines of an attempt by time, without end if `is_following`. None: of the newest attempt."""
+    """Yields the lines of `attempt` (None: the newest) by time. With `is_following`, waits for more without end."""
     ends: dict[pathlib.Path, int] = {}
     while True:
         files = _files(workdir, roles, attempt)

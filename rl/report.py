@@ -135,8 +135,8 @@ def render(
 ) -> str:
     """Returns the page of a run; `records` are its metrics. Figures without data are left out until there is a step.
 
-    One that is live has the table of its `nodes`, a line on its present work (`doing`), and a `script` that the content security `policy`
-    names. With `rollouts`, it links rollouts.html.
+    The page of a live run shows the table of its `nodes` and a line on its present work (`doing`), and has a `script` that the content
+    security `policy` names. With `rollouts`, it links rollouts.html.
     """
     records = _of_sampler(records)
     steps = [record for record in records if record["phase"] == "rl"]
@@ -171,10 +171,13 @@ def render(
 def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     """Draws the curves of up to three runs and the config fields that differ, and returns the page, `comparison.html` of the first.
 
-    A figure has the first line of each. Raises ValueError for a malformed file, or more runs than there are colors.
+    Of a figure with several lines, only the first line of each run is drawn. Raises ValueError for a malformed file, or more runs than
+    there are colors.
     """
     if len(workdirs) > MAX_RUNS:
-        raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
+        raise ValueError(
+            f"{len(workdirs)} runs are given, but the page has {MAX_RUNS} colors; compare at most {MAX_RUNS} runs"
+        )
     names = [folder.resolve().name for folder in workdirs]
     names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
     records = (_of_sampler(metrics.read(folder / "metrics.jsonl")) for folder in workdirs)

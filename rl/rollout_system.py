@@ -48,7 +48,7 @@ def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_
 
 
 def has_server_process(experiment: experiment_lib.Experiment) -> bool:
-    """Returns True if a run starts its inference server as a process: not in its own, and not elsewhere."""
+    """Returns True if a run starts its inference server as a child process. It does not if the server is colocated, or if servers run elsewhere."""
     topology = experiment.config.topology
     return topology.mode != "remote" and not topology.orchestrator and not layout.is_colocated(experiment.config)
 

@@ -128,7 +128,11 @@ def started(
     hosts: hosts_lib.Hosts,
     log: run_logs.Log | None,
 ) -> Iterator[Run]:
-    """Restores or warms up, and starts all that the loop needs, with the first score and the train step compiled; ends it after."""
+    """Yields a run that is ready for its first step, and ends its parts after the block.
+
+    Restores the newest checkpoint, or runs the warm-up. Then starts the servers and workers, and waits for the compiled train step and
+    the first held-out score.
+    """
     with (
         _recording(exp, mesh, workdir, hosts, log) as place,
         run_directory.publisher(workdir, exp, hosts) as publisher,

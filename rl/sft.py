@@ -126,7 +126,7 @@ def train(
 
 
 def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
-    """Returns the `Learner` of supervised fine-tuning. Random parameters all train: adapters of them would learn nothing."""
+    """Returns the `Learner` of supervised fine-tuning. Without `init_from` all parameters train: adapters next to random ones would learn nothing."""
     lora = exp.lora if exp.config.init_from else None
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates(exp), exp.model, lora)
     return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
@@ -237,7 +237,7 @@ def mix(
 ) -> grain.MapDataset[list[sources.Row]]:
     """Returns the endless batches of `size` rows of some sources, with random access.
 
-    Each source gets the part of the rows that its weight is of all weights. Without weights, the rows of all are shuffled together.
+    Source i gives the fraction weights[i] / sum(weights) of the rows. Without weights, the rows of all sources are shuffled together.
     """
     if weights and len(weights) != len(parts):
         found = f"warmup.weights has {len(weights)} numbers for {len(parts)} files of warmup.data"
@@ -289,7 +289,7 @@ def _is_decoy(index: int, config) -> bool:
 
 
 def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
-    """Returns the conversation to imitate: a solution, or a wrong one. Raises ValueError for an environment without wrong ones."""
+    """Returns the conversation to imitate: a solution, or a wrong one if `is_decoy`. Raises ValueError if a wrong one does not exist."""
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
         return env.demonstrate(task, rng, is_decoy)

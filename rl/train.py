@@ -158,7 +158,7 @@ def check(
 ) -> None:
     """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent.
 
-    A mixture that `is_begun` may have left out an environment that works no more, and is not rehearsed.
+    A run that `is_begun` with several environments is not rehearsed: it may have left out an environment that no longer works.
     """
     config, topology = exp.config, exp.config.topology
     checks: list[Callable[[], object]] = [

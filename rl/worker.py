@@ -85,10 +85,11 @@ class Worker:
             self._groups.wake()
 
     async def work(self, stopping: asyncio.Event | None = None) -> None:
-        """Leases, generates, and submits groups; returns when the run ends. After `stopping` is set, hands back all groups and returns soon.
+        """Leases, generates, and submits groups; returns when the run ends.
 
-        Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
-        signed by the expected run.
+        After `stopping` is set, delivers finished groups for at most `DRAIN_S` seconds, hands back the others, and returns. Raises
+        ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not signed by
+        the expected run.
         """
         stopping = stopping or asyncio.Event()
         working, stop = asyncio.ensure_future(self._work(stopping)), asyncio.ensure_future(stopping.wait())
@@ -321,7 +322,7 @@ class _Groups:
         self._problem = problem
 
     async def _submit(self) -> None:
-        """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
+        """Submits finished groups without end, several in one file up to a size, because the cost of a file is mostly fixed."""
         left = None  # a finished group that did not fit
         while True:
             key, rollouts = left or await self._finished.get()
@@ -332,8 +333,8 @@ class _Groups:
                     keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
             body = parquet.to_bytes(rollouts)
             if len(body) > web.MAX_BODY_BYTES:
-                found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
-                raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
+                found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES} that a submission may have"
+                raise ValueError(f"{found}; lower sampling.max_tokens or rl.samples_per_prompt")
             with self._worker.metrics.seconds["submit"].time():
                 verdicts = await self._signed.submit(body)
             refused = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict.startswith("refused")]

@@ -19,7 +19,10 @@ LARGE = 64  # devices: on fewer, the compiler needs no steps
 
 
 def near() -> int:
-    """Returns the devices in the last dim of the torus that the axis fills in the current mesh; 1 if it takes one step."""
+    """Returns the number of devices that the first of two gathering steps joins; 1 if the axis needs one step.
+
+    Two steps are for a TPU slice of three dims that the axis fills: the first joins the devices along the last dim.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     size, device = mesh.shape.get(AXIS, 1), mesh.abstract_device
     is_alone = size * mesh.shape.get("data", 1) == math.prod(mesh.shape.values())
@@ -38,7 +41,7 @@ def gather(x: jax.Array, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_as(dtype: jax.typing.DTypeLike, dim: int, x: jax.Array) -> jax.Array:
-    """Returns `gather` of an array cast to `dtype`; its gradient is summed in the dtype that the array has."""
+    """Returns `gather` of an array cast to `dtype`. The gradient is summed in the array's own dtype."""
     return gather(x.astype(dtype), dim)
 
 
@@ -64,7 +67,7 @@ def whole(x: jax.Array, dim: int, *others: str | None) -> jax.Array:
 
 
 def summed(function, x: jax.Array, y: jax.Array, dim: int, ndim: int) -> jax.Array:
-    """Returns the sum of `function(x, y)` over the devices' rows of both; the axis splits dim `dim` of its `ndim` dims."""
+    """Returns the sum over devices of `function(x, y)`, where each device has its rows of x and y. The axis splits dim `dim` of the `ndim` dims of the result."""
     rows = PartitionSpec(rules.RULES["batch"])
 
     def local(x, y):

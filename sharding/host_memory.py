@@ -21,7 +21,7 @@ def total_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int:
-    """Returns the memory that programs can still take: free pages and caches. All of `total_bytes`, on systems without that figure."""
+    """Returns the memory that programs can still take: free pages and caches. On systems without that figure, returns `total_bytes`."""
     found = total_bytes()
     with contextlib.suppress(OSError):
         if match := re.search(r"MemAvailable:\s+(\d+) kB", pathlib.Path(meminfo).read_text()):
@@ -36,7 +36,7 @@ def limit_arenas() -> None:
 
 
 def trim(num_bytes: int) -> None:
-    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing for a few.
+    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing if they are few.
 
     JAX drops its references to numpy arrays in garbage collections, and malloc keeps pieces that the next weights may not fit.
     """

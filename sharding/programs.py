@@ -74,8 +74,8 @@ def summary() -> str:
 def memory() -> dict[str, dict[str, int]]:
     """Returns the bytes per device of each program of this process, the largest first: its arguments, results, workspace, and code.
 
-    The `total` counts an argument whose memory has a result once. Of programs with one name, the largest is returned. A program is left out if
-    the compiler of its devices does not know its memory.
+    A result that reuses the memory of an argument counts as 0 bytes, so `total` counts that memory once. Of programs with one name, the
+    largest is returned. A program is left out if its compiler does not report its memory.
     """
     found: dict[str, dict[str, int]] = {}
     for program in jax.local_devices()[0].client.live_executables():
@@ -109,10 +109,10 @@ def user_folder() -> pathlib.Path:
 
 
 class Profiler(contextlib.AbstractContextManager):
-    """The recording of the steps from the first to the second of `steps`, or of none for (), during a `with` block.
+    """Records the steps from the first to the second of `steps`, or none for (), during a `with` block.
 
-    It has the work of this process's devices and threads, for xprof, TensorBoard, and Perfetto, and in `memory.json` the memory of its
-    programs. A learner records in WORKDIR/profile, a server that is its own process in WORKDIR/profile/NAME.
+    The recording shows the work of this process's devices and threads, for xprof, TensorBoard, and Perfetto; `memory.json` has the
+    memory of its programs. A learner records in WORKDIR/profile, a server that is its own process in WORKDIR/profile/NAME.
     """
 
     def __init__(self, folder: pathlib.Path, steps: Sequence[int]):
@@ -124,7 +124,7 @@ class Profiler(contextlib.AbstractContextManager):
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def advance(self, step: int) -> None:
-        """Starts or ends the recording at the begin of a step."""
+        """Starts or ends the recording at the beginning of a step."""
         if self._is_running and step not in self._steps:
             self.__exit__()
         elif not self._is_running and step in self._steps:

@@ -43,7 +43,7 @@ class AdapterSet:
                 raise ValueError(f"--{name} = {value} is too small; choose 1 or more")
 
     def read(self, name: str, folder: str) -> dict:
-        """Returns the adapters in a folder for `load`. Raises ValueError in one line if they are not for this model, or of too high a rank."""
+        """Returns the adapters in a folder for `load`. Raises ValueError in one line if they do not fit this model, or if their rank is too high."""
         if not pathlib.Path(folder).is_dir():
             raise ValueError(f"adapter {name!r}: the folder {folder} does not exist; give one that PEFT wrote")
         try:

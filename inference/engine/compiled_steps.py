@@ -38,7 +38,7 @@ def prefill(model, routed, params, tokens_PT, length_P):
 def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
     """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ()).
 
-    The cache has room for them, and each of them may read all of it: no more room than needed is quickest.
+    The cache must have room for the new tokens. Attention may read all of it, so a cache without spare room is the fastest.
     """
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
     attend = kv_cache.attend_at(start_P, implementation=model.attention)
@@ -143,7 +143,7 @@ def _insert_rows(prefix, rows_N, request, state, slots_N):
 
 @functools.partial(jax.jit, donate_argnums=3)
 def insert_pages(cache, rows_M, firsts_M, state, pages_M):
-    """Copies pages of prefilled prompts into pages `pages_M`: of row `rows_M[m]`, from position `firsts_M[m]` on.
+    """Copies M pages of prefilled prompts into the state: page `pages_M[m]` gets row `rows_M[m]` from position `firsts_M[m]` on.
 
     Skips numbers out of range. Returns the state.
     """
@@ -283,8 +283,8 @@ def attend_at(model, state, table_BW):
 def places(state) -> tuple[jax.Array, jax.Array]:
     """Returns the position at which each slot attends in a decode step, [B], and whether it writes its key there, [B, 1].
 
-    At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py). There, such a slot
-    keeps its keys, which the next turn of a conversation may reuse.
+    The position is 0 for a slot that is not in use, because the CPU reads keys up to the latest position of all slots
+    (cpu_decode_attention.py). Such a slot writes nothing: it keeps its keys, which the next turn of a conversation may reuse.
     """
     return jnp.where(state.active, state.position, 0), state.active[:, None]
 

@@ -45,7 +45,7 @@ def fits(model: config_lib.ModelConfig) -> bool:
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Returns the numbers of slots, or of blocks, that a state can have, in ascending order."""
+    """Returns the sizes that a state can have, in slots or in blocks: ascending, and at most `most`."""
     return *(GROWTH**n for n in range(most.bit_length()) if GROWTH**n < most), most
 
 
@@ -96,9 +96,10 @@ def prefill(model, routed, params, tokens_PT, length_P, *, shares=True) -> decod
 
 
 def num_shared(tokens_PT: np.ndarray, length_P: np.ndarray) -> int:
-    """Returns the number of tokens with which all prompts of at least two tokens begin, in whole `SHARED`s, less the last of each.
+    """Returns the number of tokens with which all prompts begin, rounded down to a multiple of `SHARED`. The last token of a prompt never counts.
 
-    Every number has its own programs, so there are few of them. Shorter prompts are padding.
+    Prompts of fewer than two tokens are padding and do not count. The number is rounded because each value needs its own compiled
+    programs.
     """
     prompts_PT = tokens_PT[length_P > 1]
     if len(prompts_PT) < 2:

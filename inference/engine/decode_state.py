@@ -123,7 +123,7 @@ def is_plain(request: Request, active_B: np.ndarray) -> bool:
 
 
 def plain(request: Request) -> Request:
-    """Returns a request of which `is_plain` holds, as constants, so that a program does not contain the other cases."""
+    """Returns the request with constants for which `is_plain` is True, so that a compiled program omits filters, biases, and extra outputs."""
     zeros_B = np.zeros(request.min_tokens.shape, np.int32)
     filters = {"top_k": zeros_B, "top_p": zeros_B + np.float32(1), "min_p": zeros_B.astype(np.float32)}
     sampling = dataclasses.replace(request.sampling, **filters, bias_ids=None, bias=None, allows_biased_only=None)

@@ -117,9 +117,10 @@ class EngineConfig:
         return min(max(16, self.prefill_chunk // 8), self.prefill_chunk, self.capacity)
 
     def settled(self, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> "EngineConfig":
-        """Returns these sizes with a number for `num_pages` of AUTO.
+        """Returns these sizes with a number in place of AUTO for `num_pages`.
 
-        A TPU reads only the pages in use, so a cache of the same size is in pages there, where the model has one.
+        A TPU gets a cache in pages, with room for all slots at full length, because its kernel reads only the pages in use. Other
+        devices, and models whose caches cannot be in pages, get 0: slots of whole capacity.
         """
         if self.num_pages != AUTO:
             return self
@@ -320,7 +321,7 @@ class Engine:
 
     @property
     def slot_sizes(self) -> tuple[int, ...]:
-        """The numbers of slots for which programs are compiled: those of a state that follows the load, or else of an insertion."""
+        """The numbers of slots for which programs are compiled: the sizes of a state that follows the load, else `insert_sizes`."""
         return cpu_layers.sizes(self.config.num_slots) if self.follows_load else self.config.insert_sizes
 
     @property
@@ -330,14 +331,14 @@ class Engine:
         return tuple(sorted({1, -(-most // 4), most})) if self.follows_load else (most,)
 
     def sizes(self, state: State) -> tuple[int, int]:
-        """Returns the numbers of slots of a state and of their positions."""
+        """Returns (number of slots of a state, number of positions per slot)."""
         if not self.follows_load:
             return self.config.num_slots, self.config.capacity
         values = _blocks(state[0])[0].values_NBKSV
         return values.shape[1], values.shape[0] * values.shape[3]
 
     def fitting(self, num_slots: int, num_positions: int) -> tuple[int, int]:
-        """Returns the smallest sizes of a state for so many sequences, of so many tokens at most."""
+        """Returns the smallest (slots, positions per slot) of a state for `num_slots` sequences of at most `num_positions` tokens each."""
         if not self.follows_load:
             return self.config.num_slots, self.config.capacity
         num_blocks, block = cpu_decode_attention.division(self.config.capacity)
@@ -366,7 +367,8 @@ class Engine:
     ) -> tuple[State, compiled_steps.StepResult]:
         """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result), without blocking unless `follows_load`.
 
-        A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. None if no slot is active.
+        A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. `table` may be None if no
+        slot is active.
         """
         K = self.config.steps_per_call
         if table is None and self.config.num_pages:

@@ -76,7 +76,6 @@ class LeadingEngine(engine_lib.Engine):
                 yield number
 
     def prefill_batch(self, params, tokens_PT, length_P):
-        """Does as `Engine.prefill_batch`, on all hosts."""
         with self.sent("prefill_batch", tokens_PT, length_P) as number:
             prefix = super().prefill_batch(params, tokens_PT, length_P)
             self._keep(prefix.cache, number)
@@ -84,25 +83,21 @@ class LeadingEngine(engine_lib.Engine):
         return dataclasses.replace(prefix, last_token=last_P, length=np.asarray(length_P))
 
     def prefill_chunk(self, params, tokens_1T, start, cache, *, is_shared=False):
-        """Does as `Engine.prefill_chunk`, on all hosts."""
         source = None if cache is None else self._number(cache)
         with self.sent("prefill_chunk", tokens_1T, start=start, kept=source, is_shared=is_shared) as number:
             cache, experts = super().prefill_chunk(params, tokens_1T, start, cache, is_shared=is_shared)
             return self._keep(cache, number), experts
 
     def prompt_logprobs(self, params, tokens_1T):
-        """Does as `Engine.prompt_logprobs`, on all hosts."""
         with self.sent("prompt_logprobs", tokens_1T):
             return super().prompt_logprobs(params, tokens_1T)
 
     def insert_batch(self, prefix, rows, state, slots, request):
-        """Does as `Engine.insert_batch`, on all hosts."""
         arrays = prefix.last_token, prefix.length, rows, slots, *jax.tree.leaves(request)
         with self.sent("insert_batch", *arrays, kept=self._number(prefix.cache)):
             return super().insert_batch(prefix, rows, state, slots, request)
 
     def insert_pages(self, prefix, state, copies):
-        """Does as `Engine.insert_pages`, on all hosts."""
         with self.sent("insert_pages", np.array(copies, np.int32), kept=self._number(prefix.cache)):
             return super().insert_pages(prefix, state, copies)
 
@@ -112,27 +107,22 @@ class LeadingEngine(engine_lib.Engine):
             return self._keep(super().swap_out(state, slot, pages), number)
 
     def swap_in(self, state, slot, pages, swapped):
-        """Does as `Engine.swap_in`, on all hosts."""
         with self.sent("swap_in", np.array(pages, np.int32), slot=int(slot), kept=self._number(swapped)):
             return super().swap_in(state, slot, pages, swapped)
 
     def deactivate(self, state, slots):
-        """Does as `Engine.deactivate`, on all hosts."""
         with self.sent("deactivate", slots):
             return super().deactivate(state, slots)
 
     def top_values(self, state, slot, window_index, num_rows):
-        """Does as `Engine.top_values`, on all hosts."""
         with self.sent("top_values", at=[slot, window_index, num_rows]):
             return super().top_values(state, slot, window_index, num_rows)
 
     def init_decode_state(self):
-        """Does as `Engine.init_decode_state`, on all hosts."""
         with self.sent("init_decode_state"):
             return super().init_decode_state()
 
     def generate(self, params, decode_state, limit=None, table=None):
-        """Does as `Engine.generate`, on all hosts."""
         tables = [] if table is None else [table]
         with self.sent("generate", *tables, limit=None if limit is None else int(limit)):
             return super().generate(params, decode_state, limit, table)

@@ -118,7 +118,7 @@ def attend_at(cache: PagedCache, position_B: jax.Array, active_B: jax.Array, tab
 
 
 def of_prompts(cache: kv_cache.Cache, rows_M: jax.Array, firsts_M: jax.Array) -> Entries:
-    """Returns M pages of the prompts in a cache of `kv_cache.create`: of row `rows_M[m]`, positions from `firsts_M[m]` on."""
+    """Returns M pages of the prompts in a cache of `kv_cache.create`: page m has row `rows_M[m]` from position `firsts_M[m]` on."""
 
     def of(x):
         x = x[None] if x.ndim == 4 else x

@@ -51,7 +51,7 @@ class Store:
 
     @property
     def specs(self) -> transformer.Params:
-        """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not, in the form that is published."""
+        """The tree of `ParamSpec` (shape and type) of the weights as this server stores them, quantized if it quantizes."""
         if self.quantization == "none":
             return self.plain_specs
         model = int8.specs(transformer.specs(self.model))
@@ -91,10 +91,10 @@ class Store:
     ) -> transformer.Params:
         """Returns full weights, of `load_shardings`, on the devices in the form that the engine takes.
 
-        Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before
-        its successor is placed: the devices never hold two versions. After an error in between, they hold none. Those stay whose
-        leaf in `params` is that in `before`, the weights that `old` was loaded from. Jax arrays are deleted if the server keeps them
-        in another form.
+        Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before its
+        successor is placed: the devices never hold two versions. After an error in between, they hold none. An array of `old` stays if
+        its leaf in `params` is the same object as in `before`, the weights that `old` was loaded from. Jax arrays in `params` are
+        deleted if the server keeps them in another form.
         """
         specs, structure = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
         none = [None] * len(specs)
@@ -150,7 +150,7 @@ def fetch(
 ) -> broadcast.Pulled:
     """Reads a version of a broadcast into host memory, as `store` will need it. `pins` are `key`, `epoch` and `digest` of `broadcast.pull`.
 
-    Raises its errors, and those of `check_params`.
+    Raises the errors of `broadcast.pull` and of `check_params`.
     """
     shown = base and dataclasses.replace(base, params=cpu_transposed.views(base.params))
     pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=shown, **pins)

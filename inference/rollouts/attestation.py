@@ -57,7 +57,7 @@ def message(
 def of_call(
     rollout: rollout_lib.Rollout, index: int, finish_reason: str, proofs: bytes, settings: Mapping[str, Any]
 ) -> bytes:
-    """Returns the message for call `index` of a well-formed rollout, which ended so and has these proofs."""
+    """Returns the message for call `index` of a well-formed rollout, which ended with `finish_reason` and has these proofs."""
     start, end = rollout.spans[index]
     answer = completion_lib.Completion(
         tokens=rollout.tokens[start:end].tolist(),

@@ -19,7 +19,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the filters that keep all toke
 
 
 def width(sampling: Mapping[str, float], vocab_size: int) -> int:
-    """Returns the most IDs that the filters of a run keep, or 0 if they keep all tokens, which are not recorded then."""
+    """Returns the most IDs that the filters in `sampling` keep, or 0 if they keep all tokens, which are not recorded then."""
     if all(sampling.get(name, off) == off for name, off in OFF.items()):
         return 0
     return int(min(sampling.get("top_k") or vocab_size, vocab_size))

@@ -165,7 +165,7 @@ class Rows:
         return "routed_experts" in self.table.schema.names
 
     def take(self, rows: Sequence[int]) -> "Rows":
-        """Returns some of the rows, by number: a copy, unless it is all of them, so that a few keep no large file in memory."""
+        """Returns the rows with these numbers. A part of the rows is copied, so that it does not keep a large file in memory."""
         if [*rows] == [*range(self.table.num_rows)]:
             return self
         found = [self.rollouts[row] for row in rows]

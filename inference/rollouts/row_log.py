@@ -74,7 +74,7 @@ class RowLog:
             yield head, parquet.from_record(body, has_experts=head.pop("has_experts"))
 
     def remove(self, step: int) -> None:
-        """Deletes the file of a step after the records before; later ones begin a new file."""
+        """Deletes the file of a step, once all earlier records are written. A later record of the step begins a new file."""
         self._writer.submit(self._remove, step).result()
 
     def _path(self, step: int) -> pathlib.Path:

@@ -32,22 +32,22 @@ class PageTable:
         self._prompt_of: dict[int, Hashable] = {}  # the (part, prompt) whose first full page it is
 
     def fits(self, prompt: Hashable, length: int, num_new: int) -> bool:
-        """Returns True if there are free pages for `num_new` tokens after a prompt of `length`, and one more for each slot in use.
+        """Returns True if there are enough free pages for a prompt of `length` tokens and `num_new` more, plus one page for each slot in use.
 
-        Pages for whole slots always suffice.
+        A table with pages for whole slots always has room.
         """
         needed = self.num(length + num_new) - len(self._shared.get((0, prompt), ()))
         return self._is_whole or needed + len(self._pages) <= len(self._free[0])
 
     def by_part(self, slots: Iterable[int]) -> list[int]:
-        """Returns these slots with those of each part in turn, so that the parts have equal work."""
+        """Returns these slots in an order that alternates between the parts of the pages, so that the parts get equal work."""
         return sorted(slots, key=lambda slot: slot % self._slots_per_part)
 
     def admit(self, slot: int, length: int, prompt: Hashable = None) -> list[tuple[int, int]]:
-        """Gives a free slot pages for `length` tokens, of which there must be enough; returns those to write, (number in the slot, page).
+        """Gives a free slot pages for `length` tokens; there must be enough. Returns the pages to write, as (number in the slot, page).
 
-        `prompt` identifies these tokens and their keys. None: they are shared with no other slot. The key of the last token is
-        written again by the first decode step, so its page is the slot's own.
+        `prompt` identifies these tokens and their keys. None: they are shared with no other slot. The key of the last token is written
+        again by the first decode step, so its page is the slot's own.
         """
         assert slot not in self._pages
         part = slot // self._slots_per_part

@@ -5,7 +5,7 @@
 2. A prompt longer than a chunk, or one that goes on from a cached sequence, is prefilled chunk by chunk. Between two decode calls, so
    many chunks of one prompt after the other run as have `BUDGET` times the tokens of a chunk (`begin_step`).
 3. A sequence that ended is added to the prefix cache for the next turn of its conversation (`keep`).
-4. New weights invalidate the prefix cache, but for sequences of the version before, and a prompt that is partly prefilled (`set_weights`).
+4. New weights invalidate the prefix cache, except sequences of the version before, and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
 """
@@ -126,7 +126,8 @@ class PrefillQueue:
     def keep(self, slot: int, sequence: sequence_lib.Sample) -> None:
         """Adds a sequence that ended in `slot` to the prefix cache; does nothing if the cache cannot use it.
 
-        A request of several samples is a group of rollouts. These go on only if they are of episodes, which allow keys of older versions.
+        Kept are sequences that may be continued: those of requests for one sample, and those of episodes, which allow keys of older
+        versions. Other requests of several samples are groups of rollouts, which end here.
         """
         group, config = sequence.group, self._engine.config
         # Under older weights, the same version number may have named another policy.

@@ -36,8 +36,8 @@ MAX_LOST = 4096  # keys of sequences that were not copied, which are remembered 
 class Found:
     """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`.
 
-    Those from `num_prefilled` on may be of sampled tokens; the others were all prefilled. `runs` names the versions that computed the
-    keys of a sequence; those of a prompt are of the version in use, and it has none.
+    Tokens from `num_prefilled` on may have been sampled; all earlier ones were prefilled. `runs` names the versions that computed the
+    keys, as (end, version). It is empty for a prefilled prompt, whose keys are all of the version in use.
     """
 
     num_tokens: int
@@ -106,7 +106,7 @@ class PrefixCache:
         experts: tuple[decode_state.Array, ...] = (),
         adapter: int = -1,
     ) -> None:
-        """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on. `runs` are of its keys."""
+        """Adds a sequence, which ended in `slot`. Its tokens from number `num_prefilled` on may have been sampled. `runs` names the versions of its keys."""
         keys = [key for key in self._block_keys(tokens, adapter) if num_prefilled < key[0]]
         if keys and self.max_bytes > 0:
             self._residents[slot] = _Resident(tokens, num_prefilled, runs, experts, keys)
@@ -178,7 +178,7 @@ class PrefixCache:
 
 
 def joined_runs(runs: Runs) -> Runs:
-    """Returns runs without empty ones; those of one version become one."""
+    """Returns runs without empty ones; neighbors of one version are joined."""
     found: list[tuple[int, int]] = []
     for end, version in runs:
         if found and found[-1][1] == version:

@@ -150,19 +150,19 @@ class Scheduler:
     ) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
-        `params` is the new weights, or a function that makes them between two calls and may delete its argument, the weights in
-        use. An error of that function ends the thread: no weights are left.
+        `params` is the new weights, or a function that makes them between two calls and may delete its argument, the weights in use. An
+        error of that function ends the thread: no weights are left.
 
         Requests pinned to the old version are finished first; those left after PIN_WAIT_S seconds, or during a pause, fail with
-        VersionGone. So do all requests, and at once, if the weights are of another epoch. Returns a future that is set to
-        `version` once the new weights are in use.
+        VersionGone. If the weights are of another epoch, all requests fail so immediately. Returns a future that is set to `version`
+        once the new weights are in use.
         """
         update = messages.Update(params, version, epoch, time.monotonic() + PIN_WAIT_S)
         self._put(update)
         return update.future
 
     def pause(self, *, clear_prefixes: bool = False) -> concurrent.futures.Future:
-        """Pauses decoding; running sequences keep their keys and values. Returns a future that is set once no decode call runs."""
+        """Pauses decoding; sequences keep their keys. With `clear_prefixes`, empties the prefix cache. Returns a future set once no decode call runs."""
         return self._send(functools.partial(self._set_paused, True, clear_prefixes))
 
     def resume(self) -> concurrent.futures.Future:
@@ -258,7 +258,7 @@ class Scheduler:
         except BaseException as error:
             self.error = error
             raise
-        finally:  # an error in the engine fails every request, so that no caller waits for ever; then the thread ends
+        finally:  # an error in the engine fails every request, so that no caller waits forever; then the thread ends
             with self._lock:
                 self._is_closing = True
             self._fail_all(Closed("the server stopped before the request was finished; send the request elsewhere"))

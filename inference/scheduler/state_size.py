@@ -13,14 +13,14 @@ from inference.scheduler import slots as slots_lib
 
 
 class StateSize:
-    """The policy that resizes the state of one scheduler. Used by its thread. The slots of other engines stay as they are."""
+    """Chooses the sizes of the decode state of one scheduler, in its thread. States of a fixed size stay as they are."""
 
     def __init__(self, engine: engine_lib.Engine, slots: slots_lib.Slots, prefixes: prefix_cache.PrefixCache):
         self._engine, self._slots, self._prefixes = engine, slots, prefixes
         self._was_enough = False  # True if fewer slots were enough for the last call
 
     def grown(self, state: engine_lib.State, num_new: int = 0) -> engine_lib.State:
-        """Returns a state with room for the sequences in slots, of which `num_new` are not inserted yet. Deletes the old one if it is another."""
+        """Returns a state with room for all running sequences, `num_new` of which are not inserted yet. Deletes `state` if it returns another one."""
         running, config = self._slots.running, self._engine.config
         num_tokens = max(len(one.group.request.tokens) + len(one.completion.tokens) for _, one in running)
         num_tokens = min(num_tokens + config.steps_per_call, config.capacity)
@@ -34,7 +34,7 @@ class StateSize:
         return state
 
     def shrunk(self, state: engine_lib.State) -> engine_lib.State:
-        """Returns a state of fewer slots with the same sequences, if these were enough for the last call, too. Deletes the old one if it is another."""
+        """Returns a state of fewer slots with the same sequences, if fewer were enough in two calls in a row. Deletes `state` if it returns another one."""
         running, (num_slots, num_positions) = self._slots.running, self._engine.sizes(state)
         fewer, _ = self._engine.fitting(len(running), 1)
         was_enough, self._was_enough = self._was_enough, fewer < num_slots

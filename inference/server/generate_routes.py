@@ -93,7 +93,7 @@ def choice(
     index: int,
     experts_start: int,
 ) -> dict:
-    """Returns one completion as the reply has it, with the server's signature."""
+    """Returns one completion in the form of the route's reply, with the server's signature."""
     own = extra_fields(server, request, completion, index, experts_start)
     return replies.token_choice(index, completion) | {"proofs": ""} | own
 

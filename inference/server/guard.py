@@ -103,7 +103,9 @@ class Guard:
     def _refuse(self, scope: asgi.Scope) -> responses.Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._hosts is not None and not self._is_known(headers.get(b"host", b"").decode("latin-1")):
-            message = "the Host header is no IP address, localhost, or name given by --control_hosts; use one of these"
+            message = (
+                "the Host header is not an IP address, localhost, or a name given by --control_hosts; use one of these"
+            )
             return web.error(403, message, "forbidden")
         if b"origin" in headers and not self._allow_origin:
             message = "requests of browser pages (with an Origin header) are refused; send them from a program"

@@ -85,12 +85,10 @@ class ChatFormat(TextFormat):
     opening = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
     def choice(self, index: int, completion: completion_lib.Completion) -> dict:
-        """Returns a whole completion as an entry of `choices`, without its index."""
         parsed = self._parse(self._tokenizer.structured_text(completion.tokens), True)
         return {"message": parsed.message(_call_id)} | self.ending(index, completion, has_calls=bool(parsed.calls))
 
     def delta(self, index: int, piece: completion_lib.Completion) -> dict:
-        """Returns the next piece of sample `index` as an entry of `choices`, without its index."""
         before, parsed = self._grow(index, piece)
         new_calls = list(enumerate(parsed.calls))[len(before.calls) :]
         delta = {

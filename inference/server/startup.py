@@ -98,14 +98,15 @@ def prepare(
 
     Args:
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within `wait_s`.
-      config: sizes of the engine, or the function from those that were published with the weights ({} if none were).
-      key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
+      config: sizes of the engine, or a function that returns them for the sizes published with the weights ({} if there are none).
+      key: the publisher's key, which must have signed the weights: hex, a root file, or a verifier; None accepts any.
       mesh: {axis: size} of a mesh over the devices of `hosts`; None for one device.
       quantize: one of weights.QUANTIZATIONS.
-      wait_s: how long a version may take to appear; None: START_S.
-      expected: the metadata that the version will have, if known: then a process alone compiles the engine while it does not exist.
+      wait_s: seconds that a version may take to appear; None: START_S.
+      expected: the metadata that the version will have, if known. A server on one host then compiles its engine while it waits for
+        the version.
       chat_template_kwargs: variables of the chat template in requests that do not set them, in addition to those of the run.
-      hosts: those that serve together; each calls this function, and loads the version that the first has chosen.
+      hosts: the hosts that serve together; each calls this function, and loads the version that the first has chosen.
     """
     source, version = source_lib.open(weights, trusted_key=key), 0
 
@@ -175,8 +176,9 @@ def prepare_model(
 ) -> Prepared:
     """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`.
 
-    `dtype` is that of weights and activations. "auto" is the folder's, but for a dense model on a CPU the one that is fastest there.
-    `adapters` has folders by name, to which others may be added up to `max_adapters`. Raises ValueError if one does not fit the model.
+    `dtype` is the dtype of weights and activations. "auto" takes the folder's; for a dense model on a CPU it takes the fastest one
+    there (models/kernels/cpu_dtype.py). `adapters` has folders by name, to which others may be added up to `max_adapters`. Raises
+    ValueError if an adapter does not fit the model.
     """
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
@@ -231,7 +233,7 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
 
 
 def warmup_requests(engine: engine_lib.Engine, *, every_length: bool) -> Iterator[request_lib.GenerateRequest]:
-    """Yields warm-up requests, one per program that the engine is to compile; each must end before the next is sent."""
+    """Yields one warm-up request per program to compile, for short prompts or `every_length`. Each must end before the next is sent."""
     config = engine.config
     longest = config.max_model_len - 1  # leaves room for one new token
     shortest = 64 if engine.follows_load else 8

@@ -206,7 +206,7 @@ class Connections(Budget):
         self._large: dict[str, None] = {}  # networks with more than FEW_CONNECTIONS
 
     def open(self, network: str, transport: asyncio.Transport) -> bool:
-        """Adds a connection, maybe after another's end; returns False if its network may not have one more."""
+        """Adds a connection, if necessary after closing one of a larger network. Returns False if its network may not have one more."""
         if not self.take(network, 1):
             if self.used[network] >= FEW_CONNECTIONS or not self._large:
                 return False

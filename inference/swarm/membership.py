@@ -56,7 +56,7 @@ class PolicyFollower:
         self._retry_s, self._pause_s = 0.0, FIRST_PAUSE_S
 
     def follow(self, policy: dict[str, Any]) -> None:
-        """Starts the update to a policy {"epoch", "version", "digest"}, unless it is here, another one is on, or this one just failed."""
+        """Starts to load a policy {"epoch", "version", "digest"}. Does nothing if it is in use, if a load is running, or if this policy failed a moment ago."""
         scheduler = self._server.scheduler
         is_here = (policy["epoch"], policy["version"]) == (scheduler.epoch, scheduler.version)
         is_busy = self._thread is not None and self._thread.is_alive()

@@ -35,7 +35,8 @@ def max_bytes(body: dict) -> int:
 def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[completion_lib.Completion]:
     """Returns the completions in a server's reply to the request `body`.
 
-    Raises MalformedReply if one is invalid, not as requested, or not signed for `run` by one of `keys`, unless these are none.
+    Raises MalformedReply if a completion is invalid, not as requested, or not signed for `run` by one of `keys`. With no keys,
+    signatures are not checked.
     """
     sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
     try:
@@ -84,7 +85,7 @@ def _read_signature(
             return dataclasses.replace(sample, server=server, server_signature=signature)
     if "" in servers:
         return sample
-    raise ValueError(f"server sent a sample without a signature of its key {min(servers)[:16]} that fits")
+    raise ValueError(f"server sent a sample without a valid signature of its key {min(servers)[:16]}")
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> completion_lib.Completion:
@@ -96,11 +97,11 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> c
     if any(type(value) is not int or not 0 <= value < 2**31 for value in integers):
         raise ValueError("server sent a token ID or a policy version that is not an integer in 0..2^31 - 1")
     if sum(count for _, count in runs) > len(tokens):  # before they are expanded: a count may be huge
-        raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
+        raise ValueError(f"server sent {len(tokens)} tokens, but policy_versions {runs[:4]} are for more")
     versions = [version for version, count in runs for _ in range(count)]
     if not len(tokens) == len(logprobs) == len(versions):
         counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
-        raise ValueError(f"server sent {counts}, not equally many")
+        raise ValueError(f"server sent {counts}; they must be equally many")
     if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
     if len(tokens) > sampling.get("max_tokens", len(tokens)):

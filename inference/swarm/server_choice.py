@@ -44,7 +44,8 @@ class ServerChoice:
     def tell(self, servers: Sequence[Mapping]) -> None:
         """Replaces the servers by those of a list: each has "url", maybe "key", "limit", "version", and "load" of all clients.
 
-        Several may name one URL. Any of their keys may sign its samples then: a liar could else take the place of an honest server.
+        Several entries may name one URL, and any of their keys may then sign its samples. Otherwise a forged entry could take the place
+        of an honest server.
         """
         known, self._servers = self._servers, {}
         for listed in servers:
@@ -82,7 +83,8 @@ class ServerChoice:
     ) -> str | None:
         """Returns the URL of a server for a request of `num_samples`; None if all fail, are busy, or have versions below `min_version`.
 
-        It is one that the request `tried` least often, and none to `avoid`.
+        The server is one that the request tried least often (`tried` counts by URL), and not one of `avoid`. Equal `sticky` keys get
+        the same server where possible.
         """
         times = collections.Counter(tried or {})
         found = {

@@ -1,7 +1,7 @@
 """Converts the `config.json` of a Hugging Face checkpoint to `ModelConfig`, and back.
 
 `read` accepts the entries of transformers 4 and 5; `write` gives those of 4, which both load. `update` keeps all entries of the
-checkpoint that a model began with, also those that this package does not read, but for those that the model contradicts.
+checkpoint that a model began with, also those that this package does not read, except those that the model contradicts.
 
 Family-specific entries are in models/hf/families.py, shared ones in models/hf/fields.py. Entries that change no arithmetic
 in a forward pass (token ids, dropout, initializer) are neither read nor written.
@@ -46,7 +46,7 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
         )
     for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
         if type(hf.get(name)) not in (int, type(None)):
-            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number: correct it")
+            raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number; correct it")
     if (hf.get("num_hidden_layers") or 0) > config_lib.MAX_LAYERS:  # before they are gone through
         raise ValueError(f"num_hidden_layers in config.json is above {config_lib.MAX_LAYERS}; correct it")
     family = families.FAMILIES[model_type]

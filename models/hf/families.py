@@ -140,7 +140,7 @@ def _write_gpt_oss(config) -> dict:
 def _read_gemma3(hf: dict) -> dict:
     # attn_logit_softcapping is Gemma 2's: transformers accepts it in a Gemma 3 config, and does not apply it.
     if hf.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention in config.json is not supported: use a causal model")
+        raise ValueError("use_bidirectional_attention in config.json is not supported; use a causal model")
     period = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     return fields.layers(hf, [bool((layer + 1) % period) for layer in range(hf["num_hidden_layers"])]) | {
         "head_dim": hf.get("head_dim") or 256,

@@ -26,7 +26,7 @@ def rope(hf: dict, default: dict, default_theta: float, *, may_be_partial: bool)
     stated = hf.get("rope_scaling") or hf.get("rope_parameters") or default
     if not isinstance(stated, dict):
         raise ValueError(
-            f"rope_scaling {stated!r} in config.json is not an object: write {{'rope_type': {stated!r}, ...}}"
+            f"rope_scaling {stated!r} in config.json is not an object; write {{'rope_type': {stated!r}, ...}}"
         )
     local = stated.get("sliding_attention") or {}
     if is_nested := bool(LAYER_TYPES.keys() & stated.keys()):

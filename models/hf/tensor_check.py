@@ -22,7 +22,7 @@ class Reader(Protocol):
     def entries(self) -> Mapping[str, Any]: ...
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns the tensor `name`, of which a mapped file is read when it is copied."""
+        """Returns the tensor `name`. A memory-mapped tensor is read from the file when it is copied."""
         ...
 
     def forget(self, name: str, view: np.ndarray) -> None:
@@ -58,7 +58,7 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
             more = f"; and {len(names) - LISTED} more" * (len(names) > LISTED)
             kinds.append(f"{len(names)} {title} ({'; '.join(map(line, names[:LISTED]))}{more})")
     found = f"{where} does not have the tensors of a {config.family} model with its config"
-    raise ValueError(f"{found}: {', '.join(kinds)}; correct either of them")
+    raise ValueError(f"{found}: {', '.join(kinds)}; correct the files or the config")
 
 
 def check_files(reader: Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:

@@ -18,12 +18,15 @@ SAVED = "attention"  # the name of attention's results (and the log-sum-exp), wh
 
 
 def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, ...]:
-    """Returns the columns that each block of one row reads and is read by, six int32 [N]; `packing` has arrays [T].
+    """Returns the columns that each block of one row reads and is read by, as six int32 arrays [N]; `packing` has arrays [T].
 
-    A block of queries reads keys of the columns from the first array to the second, which is the end of shared prompts, and
-    from the third to its own end. A block of keys is read by the queries from its own start to the fourth array. All ends
-    are exclusive; a range may hold columns that no query reads. All queries of a block read all keys from the fifth array to the
-    block's start, and all queries from the end of a block of keys to the sixth array read all its keys, if there are any.
+    A block of queries reads the keys of two ranges of columns:
+    1. from the first array to the second, the end of shared prompts;
+    2. from the third array to the block's own end. From the fifth array to the block's start, all queries read all keys.
+    A block of keys is read by the queries from its own start to the fourth array. All queries from the block's end to the sixth array
+    read all of its keys.
+
+    All ends are exclusive. A range may have columns that no query reads, and may be empty.
     """
     segments_T, columns_T = packing.segment_ids, jnp.arange(packing.segment_ids.shape[0], dtype=jnp.int32)
 

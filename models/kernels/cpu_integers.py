@@ -47,7 +47,7 @@ class Nibbles:
 
 
 def fits(num_inputs: int) -> bool:
-    """Returns True if rows of so many inputs can be `Nibbles`: whole groups in both halves."""
+    """Returns True if rows of `num_inputs` numbers can be `Nibbles`: both halves consist of whole groups."""
     return num_inputs % (2 * GROUP) == 0
 
 
@@ -77,7 +77,7 @@ def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
 
 
 def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool:
-    """Returns True if cpu_row_product.py can multiply so many rows by these matrices in one call."""
+    """Returns True if cpu_row_product.py can multiply `num_rows` rows by these matrices in one call."""
     if len(set(map(type, kernels))) > 1:
         return False
     kind, weights, _ = _parts(kernels)
@@ -87,7 +87,7 @@ def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool
 def product(x_RK: jax.Array, kernels: Sequence[int8.Quantized | Nibbles], *, is_few: bool) -> jax.Array:
     """Returns the products of rows and output-major matrices of integers, one after the other: float32 [R, N].
 
-    `is_few` is True if cpu_row_product.py multiplies, as `fits_few` allows. Otherwise there is one matrix.
+    With `is_few` (see `fits_few`), cpu_row_product.py multiplies. Without it, `kernels` must have one matrix.
     """
     x_RK = x_RK.astype(jnp.float32)
     R = len(x_RK)

@@ -53,7 +53,7 @@ API = {"MAJOR": 0, "MINOR": 3}  # version of XLA's structs, that of jax 0.10.2; 
 
 
 def fits(num_rows: int, weights: Sequence[jax.Array], kind: str) -> bool:
-    """Returns True if this is the way to multiply so many rows by matrices of `kind`, a dtype or "int4"."""
+    """Returns True if `product` can multiply `num_rows` rows by these matrices faster than XLA. `kind` is their dtype, or "int4"."""
     if os.name != "posix" or ctypes.sizeof(ctypes.c_void_p) != 8 or not 0 < num_rows <= MAX_ROWS.get(kind, 0):
         return False
     multiple = MULTIPLE // 2 if kind == "int4" else MULTIPLE
@@ -65,7 +65,7 @@ def fits(num_rows: int, weights: Sequence[jax.Array], kind: str) -> bool:
 
 
 def product(x_RK: jax.Array, weights: Sequence[jax.Array], kind: str, factors: Sequence[jax.Array] = ()) -> jax.Array:
-    """Returns the products of rows and matrices [..., K], one after the other: float32 [R, N]; of integers, with x in int8, int32.
+    """Returns the products of rows and matrices [..., K], one after the other: [R, N], float32; int32 for matrices of integers, with x in int8.
 
     Weights of kind "int4" are the bytes [..., H] of `cpu_integers.Nibbles`, and `factors` those [..., 2, G] of each.
     """
@@ -253,7 +253,7 @@ def _rows(kind: str, num_rows: int, num_matrices: int) -> str:
     return str(module)
 
 
-# LLVM's code, but for "%a = get TYPE, %pointer + BYTES" and "set TYPE %a, %pointer + BYTES", which load and store.
+# LLVM's code, except for "%a = get TYPE, %pointer + BYTES" and "set TYPE %a, %pointer + BYTES", which load and store.
 # A job: next channel, channels done, users, N, channels of a chunk, frame.
 THREADS = """
 declare ptr @malloc(i64)

@@ -90,7 +90,7 @@ def attend(
 
 
 def tiles(dtype: jax.typing.DTypeLike, dims: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
-    """Returns the queries of a block, and the tiles of the forward and the backward pass, for heads of at most so many dims."""
+    """Returns (queries of a block, tile of the forward pass, tile of the backward pass) for heads of at most `dims` dims."""
     if dtype != jnp.float32 and dims <= 128:
         return BLOCK, FORWARD, BACKWARD
     return 32 if dtype == jnp.float32 else 64, (32, 4, 2), (32, 4, 2)  # they take more registers and shared memory

@@ -22,7 +22,7 @@ LAUNCH = 8, 3  # warps, stages of the pipeline
 
 
 def tile_of(num_rows: int, num_groups: int) -> int:
-    """Returns the rows of a tile, of which the rows have whole ones: few if groups have few rows, as in decoding."""
+    """Returns the number of rows of a tile: 128, or 16 if groups have few rows on average, as in decoding. `num_rows` must be a multiple of it."""
     return 128 if num_rows >= 64 * num_groups else 16
 
 

@@ -76,7 +76,7 @@ def specs(tree: dict) -> dict:
 
 
 def _not_drawn(key, shape, dtype):
-    raise TypeError("int8 parameters cannot be drawn at random: load a checkpoint and quantize it")
+    raise TypeError("int8 parameters cannot be drawn at random; load a checkpoint and quantize it")
 
 
 def is_quantized(leaf: object) -> bool:

@@ -64,7 +64,8 @@ def visits(length_B: jax.Array, table_BW: jax.Array, page: int, num_pages: int) 
 def attend(q_BHC: jax.Array, pages_KNPSD: jax.Array, layer: Any, steps: Visits, *, scale: float) -> jax.Array:
     """Returns softmax(scale q k) v of the visited sequences, [B, H, C]; undefined for others. Scores and softmax are in float32.
 
-    `pages_KNPSD` has in D = 2 C lanes a key and its value, of which a step reads `layer`.
+    `pages_KNPSD` are the pages of all N layers, of which the kernel reads those of `layer`. The last dim, D = 2 C, has a key and then
+    its value.
     """
     (B, H, C), (K, _, _, S, D) = q_BHC.shape, pages_KNPSD.shape
     G, M, num_lanes = H // K, len(steps.pages) // len(steps.sequence), C if C % LANES == 0 else D

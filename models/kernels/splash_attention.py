@@ -82,11 +82,11 @@ class Steps:
         return self.packed[at] >> 2 & MAX_BLOCKS - 1
 
     def is_stored(self, at):
-        """Returns True where an earlier step has stored a part of the block's dq."""
+        """Returns True where an earlier step has stored a part of dq for the step's block of queries."""
         return self.packed[at] & 2 != 0
 
     def is_busy(self, at):
-        """Returns True where one of the two steps before, of any head, may still be storing it."""
+        """Returns True where one of the two steps before, of any head, may still be storing dq of the step's block of queries."""
         return self.packed[at] & 1 != 0
 
 
@@ -130,9 +130,9 @@ def block_of(row_length: int) -> int:
 
 
 def marks(packing: Any) -> jax.Array:
-    """Returns int32 [4, N]: of each token, the marks of its branch, of its sequence, and of its sequence if all branches read it; its position.
+    """Returns int32 [4, N], four marks of each token: its branch, its sequence, its sequence again if it is in the shared prompt (else -1), its position.
 
-    A query reads a key of the same branch, and one whose third mark is the second of the query.
+    A query reads a key of the same branch (mark 0), and a key whose mark 2 is the query's mark 1.
     """
     segments_BT, branches_BT = packing.segment_ids, packing.branch_ids
     B, T = segments_BT.shape
@@ -154,8 +154,8 @@ def _num_steps(B: int, N: int) -> int:
 def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tuple[tuple, tuple]:
     """Returns the steps of the forward and of the backward kernel, from `attention_tiles.ranges` of each row.
 
-    Each has a number of steps, and the int32 [L] of `Steps`, of which only the first so many count. Forward, the blocks of queries
-    ascend; backward, those of keys, for `num_queries` query heads of a key head.
+    Each is (number of steps, int32 [L] of `Steps`), of which only the first so many are run. Forward steps are in order of the blocks
+    of queries. Backward steps are in order of the blocks of keys, for `num_queries` query heads of each key head.
     """
     first_BN, prompt_end_BN, branch_BN, last_BN, *_ = reads_BN
     B, N = first_BN.shape

@@ -114,7 +114,9 @@ def _render(text: str, inputs: Mapping, changes: Sequence[Mapping], now: datetim
             f"{found}; correct it in the checkpoint's chat_template.jinja or tokenizer_config.json"
         ) from error
     except Exception as error:  # a template may raise anything: a missing field, a division by zero
-        raise ValueError(f"the chat template cannot render the messages: {error}; correct either") from error
+        raise ValueError(
+            f"the chat template cannot render the messages: {error}; correct the messages or the template"
+        ) from error
 
 
 @functools.lru_cache(16)

@@ -62,7 +62,9 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
             raise ValueError(f"{PREFIX}eos_token_id is missing, the token that ends a turn")
         ends = [tokens[ids[name]] for name in ("bos", "eos") if name in ids]
         if bad := [text for text in ends if text.startswith("$") or ":" in text]:
-            raise ValueError(f"{PREFIX}tokens has {bad[0]!r:.80}, and a token that begins or ends a text has no $ or :")
+            raise ValueError(
+                f"{PREFIX}tokens has {bad[0]!r:.80}, but a token that begins or ends a text must not contain $ or :"
+            )
         model = _model(tokens, _entry(metadata, "merges", list), split)
     except ValueError as error:
         raise ValueError(
@@ -108,11 +110,13 @@ def _id(metadata: dict[str, Any], name: str, vocab_size: int) -> int | None:
 def _model(tokens: list[str], merges: list[str], split: Split) -> tokenizers.Tokenizer:
     vocab = {token: id for id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise ValueError(f"{PREFIX}tokens has only {len(vocab)} different ones of {len(tokens)}")
+        raise ValueError(f"{PREFIX}tokens has duplicates: only {len(vocab)} of {len(tokens)} differ")
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     for first, second in pairs:
         if not (first in vocab and second in vocab and first + second in vocab):
-            raise ValueError(f"{PREFIX}merges has {first!r} with {second!r}, which are not tokens that make a third")
+            raise ValueError(
+                f"{PREFIX}merges joins {first!r} and {second!r}, but these or the joined text are not in tokens"
+            )
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab, pairs, ignore_merges=split.ignores_merges))
     if split.is_composed:
         model.normalizer = normalizers.NFC()

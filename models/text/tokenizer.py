@@ -305,7 +305,9 @@ class Tokenizer:
         except TypeError as error:  # tables have dates and bytes
             raise ValueError(f"messages or tools: {error}; make the value a string, or leave it out") from None
         except StopIteration:
-            raise ValueError("the messages have all private-use characters of Unicode; remove them") from None
+            raise ValueError(
+                "the messages have all private-use characters of Unicode, and one must be free; remove some"
+            ) from None
         own |= {"escape": escape, "messages": messages, "tools": tools}
         return dict(self.named) | variables | own, unused
 

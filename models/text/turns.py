@@ -22,7 +22,7 @@ QUESTION, ANSWER, NEXT, LAST = "\uf8fc\uf8fd\uf8fe\uf8ff"  # the contents of mes
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The texts around an assistant's turns in the renderings of one chat template; empty if these do not show them."""
+    """The texts that begin and end an assistant's turns under one chat template. Fields are empty if its renderings do not show them."""
 
     header: str = ""  # the text after which an answer begins
     result_end: str = ""  # the end of a tool's result, if an answer after it has no header

@@ -91,10 +91,10 @@ def over_tokens(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarr
 
 
 def over_batch(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarray]:
-    """Advantage factors N / num_tokens, with those of groups without a signal: steps get smaller as such groups get more (DAPO in verl and TRL).
+    """Advantage factors N / num_tokens: steps get smaller as more groups of the batch have no signal (DAPO in verl and TRL).
 
-    N are the tokens of `lengths`, which have a signal. Without this factor, the last groups with a signal move a policy that has
-    converged as far as a whole batch did, and its entropy collapses.
+    N is the sum of `lengths`, the tokens of groups with a signal; `num_tokens` counts those of all groups. Without this factor, the
+    last groups with a signal move a policy that has converged as far as a whole batch did, and its entropy collapses.
     """
     share = sum(map(np.sum, lengths)) / max(num_tokens, 1)
     return [np.full(len(length_G), share) for length_G in lengths]

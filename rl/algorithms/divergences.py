@@ -45,7 +45,8 @@ def kl_penalty(
 ) -> Array:
     """The KL penalty, sum_t mask_t k(logp_t, reference_logp_t) / denom; only `logp` has a gradient.
 
-    `mask` and `denom` make the mean: 0 or 1, and the global number of trained tokens; or 1 / |o|, and that of streams.
+    `mask` and `denom` define the mean. A mean over tokens has a mask of 0 or 1, and the global number of trained tokens as `denom`. A
+    mean over streams has a mask of 1 / |o|, and the number of streams.
     """
     logp_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
     reference_logp_BT = jax.lax.stop_gradient(jnp.where(mask_BT > 0, reference_logp_BT, 0.0))

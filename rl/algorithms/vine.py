@@ -27,10 +27,11 @@ def plan(
     max_states: int,
     token_ratio: float,
 ) -> list[list[int]]:
-    """Returns the chosen states of each sample, ascending: s is the state after its first s tokens. None if all rewards are equal.
+    """Returns the states of each sample from which to continue, ascending: state s follows the sample's first s tokens.
 
-    Candidates are ordered by the log-probability of the token that follows, the least likely first: there the policy could have gone
-    elsewhere. A state is expected to cost K continuations of the tokens that its sample has left; they may turn out longer, or shorter.
+    All lists are empty if all rewards are equal. States before an unlikely token come first, because there the policy could have gone
+    another way. A state costs K continuations of as many tokens as its sample has left. All chosen states together cost at most
+    `token_ratio` times the tokens of the samples.
     """
     chosen: list[list[int]] = [[] for _ in rewards_G]
     if len(set(map(float, rewards_G))) < 2:

@@ -30,7 +30,7 @@ def tree(
 ) -> packing.Tree:
     """Returns a conversation as one token sequence to train on. Only messages of `roles` train, and none of the first `num_given`.
 
-    Tokens after those that train are cut off.
+    Tokens after the last one that trains are cut off.
 
     Raises ValueError if the conversation is longer than `max_length`, no token trains, or the chat template renders a message
     differently when other messages follow, so that the tokens of a role are unknown.

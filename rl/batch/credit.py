@@ -39,7 +39,8 @@ _Episode = Sequence[rollout_lib.Rollout]  # its branches
 class Credit:
     """A run's rules for turning rewards into advantages. The first three fields are names of tables in rl/algorithms/advantages.py.
 
-    With `envs`, the rules of an environment are those there, but for `average`, `metrics`, and the arrays in trees.
+    With `envs`, each environment has its own rules there. Only `average`, `metrics`, and the arrays in trees are those of this object
+    for all environments.
     """
 
     advantage: str | Callable = "group_mean"  # or the user's own function of a group's rewards [G]
@@ -103,7 +104,7 @@ class Credit:
     def by_token(
         self, groups: Sequence[Sequence[rollout_lib.Rollout]]
     ) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
-        """Yields the rollouts of a batch's groups that train, with the advantage of each token, float32 [T], without weights of the average."""
+        """Yields each trained rollout of a batch's groups with the advantage of each of its tokens, float32 [T]. The factors of `average` are left out."""
         groups = [group for group in groups if _trained(group)]
         episodes = [*map(rollout_lib.episodes, groups)]
         found = self._normalized(groups, episodes, [*map(_lengths, episodes)])

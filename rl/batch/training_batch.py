@@ -35,10 +35,10 @@ def failed(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> set[int]:
 def rewarded(
     rollouts: Sequence[rollout_lib.Rollout], scores: Scores, left_out: Collection[int] = (), min_group: int = 0
 ) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties.
+    """Returns a group's rollouts with the rewards that we recomputed. A sample for which our scorer had no time gets 0: its worker's claim could break ties.
 
-    The rollouts numbered in `left_out` are missing, and the branches of a sample with its first one. If fewer than `min_group` samples
-    remain (rl.min_group), all are, and the group trains nothing.
+    Leaves out the samples and continuations whose numbers are in `left_out`, and all branches of such a sample. Returns [] if fewer
+    than `min_group` samples (rl.min_group) remain: the group then trains nothing.
     """
     kept = [one for one in rollouts if not {one.number, one.sample} & {*left_out}]
     if len({one.sample for one in kept}) < min_group:

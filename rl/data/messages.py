@@ -24,7 +24,7 @@ def parse(messages: object) -> list[dict]:
 
 
 def filler(path: str) -> Callable[[Any], Any]:
-    """Returns a function of a row of these files that leaves out the nulls with which a table fills absent fields."""
+    """Returns a function that removes the null fields with which a table (.parquet, .arrow) fills absent fields of a row."""
     kinds = {file.suffix for file in sources.files(pathlib.Path(path)).values()}
     return _without_nulls if kinds & {".parquet", ".arrow"} else lambda row: row
 

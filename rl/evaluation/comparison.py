@@ -31,10 +31,11 @@ class Difference:
 
 
 def compare(a: Mapping[str, scores.TaskRewards], b: Mapping[str, scores.TaskRewards]) -> list[Difference]:
-    """Returns the differences of avg@k, pass@j and pass^j, k the samples that all common tasks have.
+    """Returns the differences B - A of avg@k, pass@j, and pass^j (`scores.measure`) over the tasks that `a` and `b` have in common.
 
-    The interval is that of a mean over C clusters, by Student's t with C - 1 degrees of freedom. p is that of a permutation test, which
-    flips the signs of the clusters' differences: all 2^C of them for few clusters, else 10,000 with a fixed seed. Raises ValueError without a common task.
+    k is the number of samples that every common task has in both, and j the powers of two up to k. The interval is that of a mean over
+    C clusters, by Student's t with C - 1 degrees of freedom. p is that of a permutation test, which flips the signs of the clusters'
+    differences: all 2^C of them for few clusters, else 10,000 with a fixed seed. Raises ValueError without a common task.
     """
     common = [task for task in a if task in b]
     if not common:
@@ -49,7 +50,7 @@ def compare(a: Mapping[str, scores.TaskRewards], b: Mapping[str, scores.TaskRewa
 
 
 def table(files: Mapping[str, Mapping[str, scores.TaskRewards]]) -> list[str]:
-    """Returns the lines of a leaderboard in Markdown, the best avg@k first, of the tasks that all models have.
+    """Returns the lines of a leaderboard in Markdown, the best avg@k first. `files` has the rewards of each model by name; only common tasks count.
 
     Each score has half of its 95 % interval, and the last column the p-value of the difference from the row above.
     """

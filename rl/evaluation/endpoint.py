@@ -29,8 +29,8 @@ class Endpoint:
     """A client of one model at the base URL of an OpenAI API, such as http://HOST:PORT/v1. Use it as `async with Endpoint(...)`.
 
     Args:
-      url, model: of the server; "" sends no model. The key is $OPENAI_API_KEY, if it is set.
-      temperature, max_tokens: of each completion.
+      url, model: the server's URL, and the name of a model; "" sends no model. The key is $OPENAI_API_KEY, if it is set.
+      temperature, max_tokens: the temperature and the most tokens of each completion.
       extra: further fields of a request.
       concurrency: requests at the same time.
       give_up_s: seconds after which a request is not repeated.

@@ -37,7 +37,10 @@ def task_name(source_name: str, split: str, index: int) -> str:
 def of_rollouts(
     groups: Sequence[Sequence[rollout_lib.Rollout]], split: str, sources: Mapping[str, str], decode
 ) -> list[dict]:
-    """Returns the rows of rollouts, a list of them per task: the first branch of each episode. `sources` are by the environment of rollouts."""
+    """Returns a row for the first branch of each episode. `groups` has a list of rollouts per task.
+
+    `sources` maps the environment name of a rollout to its `source`; `decode(token IDs)` returns their text.
+    """
     rows = []
     for group in groups:
         for rollout in group:

@@ -51,8 +51,9 @@ def run(
 ) -> list[dict]:
     """Blocks until each task has `num_samples` rows in the file `path`; returns the rows of these tasks and samples.
 
-    Rows of other tasks stay in the file. Raises ValueError for an environment that cannot be loaded or scored, for a file with
-    samples of other requests, and the errors of `Endpoint.chat`.
+    Rows of other tasks stay in the file. `sandbox` is one of `sharding.system.sandbox.MODES`. `on_progress(samples made, samples to
+    make)` is called after each. Raises ValueError for an environment that cannot be loaded or scored, for a file with samples of other
+    requests, and the errors of `Endpoint.chat`.
     """
     return asyncio.run(_run(source, endpoint, num_samples, pathlib.Path(path), sandbox, on_progress))
 

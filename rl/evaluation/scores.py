@@ -57,10 +57,11 @@ def of_tasks(tasks: Sequence[TaskRewards]) -> dict[str, list[float]]:
 
 
 def interval(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of values, whose clusters are independent.
+    """Returns the 95 % interval of the mean of `values`. `clusters` names the cluster of each value; clusters are independent.
 
-    It is Agresti and Coull's, for clusters: Z^2 more ones of mean size, half of them with the lowest and half with the highest value, keep
-    it valid where all values are equal. With a value of 0 or 1 for each cluster, it is theirs exactly. Values below 0 or above 1 widen the range of those ones.
+    The interval is Agresti and Coull's, for clusters. It adds Z^2 clusters of mean size, half of them with the lowest and half with the
+    highest possible value, so that it is valid also where all values are equal. With one value of 0 or 1 per cluster, it is exactly
+    theirs. The possible values are 0 to 1, or a wider range if values lie outside.
     """
     low, high, clustered = min(0.0, *values), max(1.0, *values), collections.defaultdict(list)
     for value, cluster in zip(values, clusters, strict=True):

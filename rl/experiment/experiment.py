@@ -168,9 +168,9 @@ def resolve(
 ) -> Experiment:
     """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy.
 
-    The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found.
-    With `saved`, the flat config of a run, facts about environments and data come from there, and none is needed. Without
-    `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
+    The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found. `saved`
+    is the flat config of an earlier start of the run: facts about environments and data are taken from it, so that neither is loaded.
+    Without `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
     """
     draft = _completed(config, code, saved)
     parts = _checked(draft, has_rollouts)
@@ -271,7 +271,7 @@ def _frozen(draft: _Draft, parts: _Parts) -> Experiment:
 
 
 def own_server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the axes of the mesh of a run's own server that are not 1."""
+    """Returns {axis: size} of `inference.mesh`, the mesh of a run's own server, without the axes of size 1."""
     return {axis: size for axis, size in config.inference.mesh.to_dict().items() if size != 1}
 
 

@@ -56,7 +56,8 @@ def parse(
     """Parses the command line; returns the program's name and the arguments that are not flags.
 
     Raises ValueError with all mistakes in it, and in the config (`rules.mistakes`), a line for each; with `is_complete`, also of
-    environments, data, and checkpoints that do not exist. Without --config, the config is that of the run in --workdir.
+    environments, data, and checkpoints that do not exist. Without `has_rollouts`, fields that are for rollouts alone are not checked.
+    Without --config, the config is that of the run in --workdir.
     """
     folder = os.path.expanduser((_values(argv, "workdir") or [""])[-1])
     if folder and not _values(argv, "config") and os.path.isfile(file := os.path.join(folder, "config.json")):

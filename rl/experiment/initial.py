@@ -39,9 +39,9 @@ def completed(
 ) -> config_dict.ConfigDict:
     """Returns a copy of the config with the model and the tokenizer of the checkpoint in `init_from`, if there is one.
 
-    A field is the config's own if it differs from configs/base.py, or if `given`, the names set on the command line, has it.
-    Unless `needs_files`, a config with dims of its own needs no folder. Fields that replace the checkpoint's are printed. Raises ValueError in one line if the checkpoint is
-    absent or not supported, or if the config contradicts it.
+    A field keeps the config's value if that differs from configs/base.py, or if `given`, the names set on the command line, has the
+    field. A note lists the fields of the checkpoint that are replaced in this way. Unless `needs_files`, a config that sets `model_dim`
+    needs no checkpoint. Raises ValueError in one line if the checkpoint is absent or not supported, or if the config contradicts it.
     """
     config, defaults = config.copy_and_resolve_references(), experiment.default_fields()
 
@@ -60,9 +60,11 @@ def completed(
     replaced = [n for n in own if getattr(model, n) != getattr(found, n)]
     differs = "; ".join(f"model.{n} = {own[n]!r} but {path} has {getattr(found, n)!r}" for n in replaced)
     if _shapes(model) != _shapes(found):
-        raise ValueError(f"{differs}: its parameters do not fit; leave these fields out, and it sets them")
+        raise ValueError(
+            f"{differs}: the checkpoint's parameters do not fit; leave these fields out, and the checkpoint sets them"
+        )
     if replaced:
-        cli.note(f"note: {differs}: the config's own takes the place of the checkpoint's")
+        cli.note(f"note: {differs}: the config's value is used")
     config.model.update({n: value for n, value in dataclasses.asdict(model).items() if n not in OWN})
     if not is_own("tokenizer", config.tokenizer):
         config.tokenizer = tokenizer
@@ -113,9 +115,9 @@ def check(path: str) -> None:
 
 
 def checkpoint(path: str) -> pathlib.Path | None:
-    """Returns the Hugging Face folder that `init_from` = `path` began with, through the working directories of other runs.
+    """Returns the Hugging Face folder in which `init_from` = `path` has its origin, followed through the working directories of earlier runs.
 
-    None if there is none. Raises ValueError if it is gone.
+    Returns None if there is none. Raises ValueError if the folder is gone.
     """
     while path and (weights := _weights(path)):
         path = run_directory.saved_config(weights.parent)["init_from"]

@@ -138,9 +138,9 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
 
 
 def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Iterator[str]:
-    """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them.
+    """Yields an error message for each environment, environment option, file of rows, and checkpoint that does not exist. Reads none of them.
 
-    Also for another checkpoint than that of the run in `workdir`, before it is downloaded.
+    If the run in `workdir` began with another `init_from`, yields that mistake alone, before the new checkpoint is downloaded.
     """
     from rl import envs
 
@@ -252,7 +252,7 @@ def _check_settled(config: config_dict.ConfigDict) -> None:
 
     redaction.Rule(**config.retention.to_dict())
     if (num_bytes := _group_bytes(config)) > web.MAX_BODY_BYTES:
-        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
+        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} that a submission may have"
         more = ", or sampling.top_k" if kept_sets.width(config.sampling, config.model.vocab_size) else ""
         raise ValueError(f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}")
 
@@ -275,7 +275,9 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
             if field == "env":
                 continue
             if field not in least:
-                raise ValueError(f"evaluation.sets.{name} has a field {field!r}; a set has {', '.join(least)}")
+                raise ValueError(
+                    f"evaluation.sets.{name} has the unknown field {field!r}; use {', '.join(least)}, or env"
+                )
             kind = (int, float) if field == "temperature" else int
             if not (isinstance(value, kind) and least[field] <= value < math.inf):
                 rule = f"must be a number of at least {least[field]}; correct it"
@@ -283,14 +285,14 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if a run without bands allows more than float32 needs: no test of replays bounds the gain of a worker that uses it.
+    """Raises ValueError if a run without bands allows replays to differ by more than float32 needs: a worker could gain by using that room.
 
     With room of 0.02 a worker may choose 1 token in 80; with 0.05 it may bias each importance ratio by 5 %. Workdirs of earlier
     versions are read without this rule.
     """
     for name, limit in (("margin", 1e-3), ("logprob_tolerance", 1e-3), ("max_wrong_tokens", 0)):
         if not config.trust.bands and config.trust[name] > limit:
-            found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': workers can live in that room"
+            found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': a worker could gain by using that room"
             raise ValueError(f"{found}; lower it, or set trust.bands = 'auto' or to a file of `rl.validator calibrate`")
 
 
@@ -312,15 +314,15 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
     """
     if (width := kept_sets.width(config.sampling, config.model.vocab_size)) > kept_sets.MAX_KEPT:
         filters = ", ".join(f"sampling.{name} = {config.sampling[name]}" for name in kept_sets.OFF)
-        found = f"{filters} keep up to {width} tokens, and a rollout names at most {kept_sets.MAX_KEPT} for each that it sampled"
+        found = f"{filters} keep up to {width} tokens, and a rollout names at most {kept_sets.MAX_KEPT} for each sampled token"
         raise ValueError(f"{found}; set sampling.top_k, too, or remove the filters")
 
 
 def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_lib.Tokenizer") -> None:
     """Raises ValueError for a task whose prompt leaves no room for a completion, or breaks a rule of the chat template: no worker could finish it.
 
-    All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is
-    rendered only if no earlier one has the same roles in the same order.
+    Checks all tasks of a dataset, and the first ones of an endless environment. A short prompt that fits with any template is rendered
+    only if its sequence of roles is new.
     """
     from rl import envs
 
@@ -445,7 +447,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def contradictions_of_training(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields those of `contradictions` that supervised fine-tuning has, too: of the model, and the lengths of conversations."""
+    """Yields the contradictions that supervised fine-tuning can have, too: in the model, and in the lengths of conversations."""
     model, length, row = c.model, c.inference.max_model_len, c.train.row_length
     if c.warmup.patience > 0 and not c.warmup.eval_every:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"

@@ -45,10 +45,10 @@ def open_workdir(
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
-    Of a directory in a bucket, this is the folder that is mirrored there (sharding/bucket/mirror.py). Until RL begins, fields that begin
-    with one of `free` may differ from the config of the first start.
-    Raises ValueError if the directory belongs to another config, another process uses it, or this host's config differs from
-    that of host 0. Hosts other than the first do not access the directory.
+    For a directory in a bucket, the path is that of the local folder that is mirrored there (sharding/bucket/mirror.py). Until RL
+    begins, fields that begin with one of `free` may differ from the config of the first start. Raises ValueError if the directory
+    belongs to another config, another process uses it, or this host's config differs from that of host 0. Hosts other than the first do
+    not access the directory.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
@@ -87,7 +87,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 
 @contextlib.contextmanager
 def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
-    """Creates or reopens the directory of an orchestrator, maybe that of its learner, and locks it; yields its absolute path."""
+    """Creates or reopens the directory of an orchestrator, which may be its learner's, too, and locks it; yields its absolute path."""
     if bucket.is_url(workdir):
         raise ValueError(f"--workdir {workdir} is in the learner's bucket; give the orchestrator a local folder")
     path = pathlib.Path(workdir).absolute()
@@ -97,7 +97,7 @@ def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
-    """Raises ValueError if the config fields of a learner differ from those of its orchestrator, other than those of places and devices."""
+    """Raises ValueError if a config field differs between a learner and its orchestrator. Fields of places and devices may differ."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "profile.", "broadcast.", "train.rows"]
     free.append("warmup.digest")  # only the learner reads the data
     own = experiment_lib.fields(experiment)

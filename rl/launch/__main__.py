@@ -60,7 +60,7 @@ def _check(counts: dict[str, int]) -> None:
     if values.hosts < 1 or min(counts.values()) < 0:
         raise ValueError(f"--hosts={values.hosts} and numbers of nodes must be positive; correct them")
     if target == "local" and values.hosts > 1:
-        raise ValueError(f"--target=local is this host, and --hosts={values.hosts}; take another target")
+        raise ValueError(f"--target=local uses this host alone, but --hosts={values.hosts}; choose another target")
     if target != "local" and bucket.is_url(values.workdir):
         raise ValueError(f"--workdir={values.workdir} is in a bucket; mount it, or give a folder that all hosts share")
     if target == "ssh" and len(values.machines) < values.hosts:

@@ -15,9 +15,9 @@ ELASTIC = ("relay", "server", "worker")  # roles whose nodes may come and go
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run to start. `counts` has the number of nodes by role besides the learner, and `hosts` the number of its hosts.
+    """A run to start. `counts` has the number of nodes of each role other than the learner; `hosts` is the number of the learner's hosts.
 
-    `experiment` is needed for those nodes alone.
+    `experiment` may be None if the learner is the only role. `port` is the first of the ports in use.
     """
 
     experiment: experiment_lib.Experiment | None
@@ -43,7 +43,7 @@ class Plan:
         return [*self.learners, *list(self.roles)[1:]]
 
     def specs(self, host_of: Callable[[str], str]) -> list[supervisor.Spec]:
-        """Returns the process of each node, the learner first; `host_of` has the host of a node, or the text that stands for it."""
+        """Returns the process of each node, the learner first. `host_of(node)` returns the node's host, or a placeholder such as "@node@" for it."""
         if len(self.roles) == 1:
             command = ["rl.train", *self.arguments, f"--workdir={self.workdir}"]
             return [supervisor.Spec("learner", "learner", command)]
@@ -68,7 +68,7 @@ class Plan:
         return [dataclasses.replace(spec, after_port=0) for spec in swarm.specs]
 
     def each_host(self, host_of: Mapping[str, str]) -> list[supervisor.Spec]:
-        """Returns all processes with their hosts by name, one for each host of the learner, which finds the others by its config."""
+        """Returns all processes, each with its host from `host_of`. The learner has one process per host, and its config names the first of them."""
         learner, *others = self.specs(host_of.__getitem__)
         learners = [learner]
         if self.hosts > 1:

@@ -59,7 +59,7 @@ def gke(
 
 
 def in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
-    """Quotes the arguments of `python -m` for a shell, but for the hosts of `nodes`, which are its variables."""
+    """Returns the arguments of `python -m` quoted for a shell. "@NODE@" with a name in `nodes` becomes the shell variable $NODE."""
     quoted = ("'" + one.replace("'", "'\\''") + "'" for one in command)
     return re.sub(f"@({'|'.join(nodes)})@", r"""'"$\1"'""", " ".join(quoted))
 

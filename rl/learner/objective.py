@@ -24,7 +24,7 @@ from rl.batch import packing, router_replay
 class MicroBatches(struct.PyTreeNode):
     """A batch of M micro-batches with `old_logp`, the log-probabilities [M, B, T] in the denominator of its importance ratios.
 
-    Where `is_own` [M] is True, they are not there yet: the forward pass of the optimizer step itself computes them.
+    Where `is_own` [M] is True, `old_logp` is not computed yet: the forward pass of the optimizer step provides it (`scored`).
     """
 
     batch: packing.TrainBatch
@@ -36,7 +36,7 @@ class MicroBatches(struct.PyTreeNode):
         return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
 
     def scored(self, logp_BT: jax.Array) -> "MicroBatches":
-        """Returns one micro-batch with its `old_logp`, which are `logp_BT` if they are its own."""
+        """Returns this micro-batch with a complete `old_logp`: `logp_BT` without gradient where `is_own`, else unchanged."""
         if self.is_own is None:
             return self
         return self.replace(old_logp=jnp.where(self.is_own, jax.lax.stop_gradient(logp_BT), self.old_logp))

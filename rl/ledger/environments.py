@@ -17,7 +17,7 @@ UNKNOWN = "(not recorded)"  # the environment of refusals without one
 
 @dataclasses.dataclass(frozen=True)
 class Reputation:
-    """The sums for one environment with one digest."""
+    """Counts of groups, rollouts, and refusals of one environment with one digest, summed over a run."""
 
     name: str
     digest: str

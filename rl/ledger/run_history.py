@@ -72,7 +72,7 @@ class History:
 
 
 def read(path: pathlib.Path) -> History:
-    """Returns the history in a ledger file. Raises FileNotFoundError without a file; a bad entry is no exception, but `History.error`."""
+    """Returns the history in a ledger file. Raises FileNotFoundError without a file; a bad entry is not raised, but in `History.error`."""
     history = History()
     try:
         ledger_lib.Ledger(path, on_checked=history.add).close()

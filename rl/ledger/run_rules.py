@@ -83,7 +83,7 @@ class RunState:
         if event.author != keeper:
             return f"author: {event.kind} must be signed by the keeper"
         if event.kind not in events.WORKER_KINDS and event.node != keeper:
-            return f"node: of a {event.kind} it must be the keeper"
+            return f"node: must be the keeper for a {event.kind} event"
         if event.kind == "lease" and event.node in self.ejected:
             return "node: the worker was ejected"
         fields = event.fields
@@ -120,7 +120,7 @@ class RunState:
         dropped = _groups(fields.get("dropped", ""))
         is_past = any(self._is_over(*name) for name in dropped)
         if is_past or (dropped and not self._any_step) or not {*tasks}.isdisjoint(dropped):
-            return "dropped: only groups that no batch had, in a run whose batches have groups of any step"
+            return "dropped: must be groups that no batch had, in a run whose batches have groups of any step"
         found = [self._open.get(of, {}).get(number) for of, number in tasks]
         for (of, number), group in zip(tasks, found, strict=True):
             if group is None or not group.digest:
@@ -133,9 +133,9 @@ class RunState:
                 num_accepting = sum(group.votes.values())
                 return f"group: {number} has {num_accepting} accepting verdicts; the quorum is {self.quorum}"
             if (of, number) in trusted and not self._is_trusted(group):
-                return f"group: {number} is of a worker without trust"
+                return f"group: {number} has no verdict, and its worker is not trusted"
         expected = batch_digest(group.digest for group in found if group)
-        return None if fields["digest"] == expected else f"digest: of these groups it is {expected}"
+        return None if fields["digest"] == expected else f"digest: must be {expected} for these groups"
 
     def _is_trusted(self, group: _Group) -> bool:
         has_trust = group.worker in self.invited or self.records[group.worker] > 0

@@ -36,7 +36,7 @@ class Entry:
 
 
 def checked(db: sqlite3.Connection, state: balances.State, start: int, previous: bytes) -> Iterator[Entry]:
-    """Verifies a ledger's entries from number `start`, applies each to `state`, and yields it. Raises ValueError for a bad entry."""
+    """Verifies entries from number `start` (after hash `previous`), applies each to `state`, and yields it. Raises ValueError for a bad one."""
     expected = start
     if start == 0 and (negative := db.execute("SELECT seq FROM entries WHERE seq < 0 LIMIT 1").fetchone()):
         raise ValueError(f"an entry has the number {negative[0]}; numbers begin at 0")
@@ -52,9 +52,9 @@ def checked(db: sqlite3.Connection, state: balances.State, start: int, previous:
 
 def _entry_error(entry: Entry, state: balances.State, expected: int, previous: bytes) -> str | None:
     if entry.seq != expected:
-        return f"missing: the next entry has number {entry.seq}"
+        return f"entry missing: the next entry has number {entry.seq}"
     if entry.previous != previous:
-        return "its link does not lead to the entry before it"
+        return "its link is not the hash of the entry before it"
     if entry.time_ms < state.time_ms:
         return "its time is before that of the entry before it"
     body = events.encode(entry.event)
@@ -126,8 +126,8 @@ def check_head(db: sqlite3.Connection, seq: int, hash_: bytes, keeper: str) -> N
     if not is_hash or not rollout_lib.signed(keeper, signature, _head_message(head_seq, head_hash)):
         raise ValueError("the ledger's head is not signed by the keeper")
     if (head_seq, head_hash) != (seq, hash_):
-        found = "entries are missing or were added"
-        raise ValueError(f"{found}: by the ledger's signed head, entry {head_seq} is the last")
+        found = "entries are missing or were added at the end"
+        raise ValueError(f"{found}; by the ledger's signed head, entry {head_seq} is the last")
 
 
 def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: bytes) -> bytes:
@@ -137,7 +137,7 @@ def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: byt
 
 
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
-    """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger."""
+    """Opens a ledger file; its views and triggers never run. Raises FileNotFoundError, or ValueError if it is not a ledger (unless `check_schema` is False)."""
     if check_schema and not path.is_file():
         raise FileNotFoundError(f"no ledger at {path}; that of a run is WORKDIR/ledger.db; correct the path")
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)

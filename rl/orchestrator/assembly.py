@@ -35,7 +35,11 @@ def make(
     known: dict | None,
     ledger: run_ledger.RunLedger | None,
 ) -> orchestrator.Orchestrator:
-    """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
+    """Returns the orchestrator of a run with the validator in this process; neither serves yet.
+
+    `weights` is the root of the published versions, `known` the saved state of the orchestrator (None: a new run), and `num_hosts` the
+    number of the learner's hosts. `on_wait` gets lines for people. Leaving `stack` ends the scorers.
+    """
     config, key = experiment.config, run_directory.signing_key(workdir)
     errors: list[str] = []  # of scorers
 
@@ -146,7 +150,10 @@ def _verdicts(
 
 
 def check(config, num_hosts: int) -> None:
-    """Raises ValueError if the validator in this process replays on this host's CPU, which JAX does not have here."""
+    """Raises ValueError if the validator in this process needs the CPU for its replays and JAX_PLATFORMS leaves the CPU out.
+
+    `num_hosts` is the number of the learner's hosts: with several, trust.device = 'auto' replays on the CPU.
+    """
     is_here = not (config.trust.validators or config.topology.orchestrator)
     if is_here and not _is_accelerated(config.trust.device, num_hosts):
         try:

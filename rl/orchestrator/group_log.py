@@ -35,7 +35,7 @@ class LoggedGroup:
         return named | {"scores": [*self.scores.items()]}
 
     def entry(self, is_verified: bool) -> queue_entry.Entry:
-        """Returns the group as a batch had taken it before a restart."""
+        """Returns the group as an entry of the queue, in the state that it had when a batch took it."""
         entry = queue_entry.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
         entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.number), self.scores
         return entry
@@ -58,7 +58,7 @@ def write_batch(
 
 
 def read(log: row_log.RowLog) -> dict[queue_entry.Key, LoggedGroup]:
-    """Returns the last record of each group in a log, without those whose rows have another digest than they were verified by."""
+    """Returns the last record of each group in a log. Leaves out records whose rows do not have the digest in their header."""
     found = {}
     for step in log.steps():
         for head, rows in log.read(step):

@@ -27,7 +27,7 @@ from rl.protocol import lease as lease_lib
 
 @dataclasses.dataclass(kw_only=True)
 class Leases:
-    """Leases groups of a queue to workers. All public methods are thread-safe."""
+    """Leases groups of the run's queue to workers, and renews or takes back these leases. All public methods are thread-safe."""
 
     locked: state_lib.Locked
     ledger: state_lib.Ledger
@@ -50,9 +50,9 @@ class Leases:
     ) -> list[lease_lib.Lease]:
         """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
 
-        `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish,
-        because of `problem`. `begun_us` is the start of its process, which holds none of the groups that an earlier one leased. `holding` are the groups that
-        its request lists as held; None for a request that lists none.
+        `network` is the network that the worker connects from. `returned` are keys of groups that the worker holds and will not finish,
+        because of `problem`. `begun_us` is the start of the worker's process: it holds none of the groups that an earlier process
+        leased. `holding` are the groups that the request lists as held; None for a request without such a list.
         """
         with self.seconds.time(), self.locked as state:
             now_s = state.clock()
@@ -73,9 +73,9 @@ class Leases:
             return groups
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
-        """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.
+        """Records a heartbeat. Renews the leases of the groups in `holding`, or takes all leases back if the worker is `leaving`.
 
-        Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
+        Returns the keys of the groups that the worker need not finish. Raises ValueError if the key signed in with another role.
         """
         with self.locked as state:
             now_s = state.clock()
@@ -107,7 +107,7 @@ class Leases:
             self._expire_late(state, now_s)
 
     def has_work(self) -> bool:
-        """Returns True if groups wait for a worker, or for another one than theirs."""
+        """Returns True if a group is open, or is so late that a second worker should get it, too."""
         with self.locked as state:
             return self._has_work(state)
 
@@ -121,7 +121,7 @@ class Leases:
             return not any(is_train or not invited or worker in invited for worker in workers)
 
     def holds_groups(self, worker: str) -> bool:
-        """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
+        """Returns True if a worker has groups that no batch has taken. Groups that passed without a verdict count: the answer must not reveal them."""
         with self.locked as state:
             return state.queue.may_deliver(worker)
 

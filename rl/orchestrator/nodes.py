@@ -42,7 +42,7 @@ ROLES = {"server": "an inference server", "worker": "a worker (for held-out task
 
 @dataclasses.dataclass(eq=False)
 class Nodes:
-    """The nodes of a run, and the policies of its servers."""
+    """The nodes of a run with their states, and the policies of its servers."""
 
     lock: threading.RLock  # of the run's state; it guards all that is not a field
     clock: Callable[[], float]  # seconds that never fall
@@ -77,7 +77,7 @@ class Nodes:
         self.announced = asyncio.Event()  # replaced at each announcement
 
     def add(self, url: str, control: str, token: str | None = None, key: str = "") -> None:
-        """Adds a server that signs in nowhere, with the fields of `StaticServer`."""
+        """Adds an inference server that sends no heartbeats. The arguments are the fields of `StaticServer`."""
         with self.lock:
             self._static[url] = static_servers.StaticServer(url, control, token, key)
 
@@ -98,7 +98,7 @@ class Nodes:
         return key in self._server_keys or (role == "validator" and key in self.validators)
 
     def announce(self, policy: timeline.Policy) -> None:
-        """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
+        """Names the newest policy for servers to load. In a run without servers, where workers use their own, the policy counts as served immediately."""
         with self.lock:
             self.newest, self._announced_s = policy, self.clock()
             has_servers = self._has_servers()
@@ -155,9 +155,10 @@ class Nodes:
             self._look(now_s)
 
     async def await_news(self, key: str, report: registry_lib.Report, is_over: Callable[[], bool]) -> None:
-        """Returns when a server should have another policy than it reported, or after a part of its interval.
+        """Blocks until a server should load another policy than it reported, at most for a part of its heartbeat interval.
 
-        So it loads a policy when that is published. A beat per interval would delay each step of a fast run.
+        The reply to a held heartbeat names a new policy as soon as it is published. Otherwise each step of a fast run would wait for
+        the next heartbeat.
         """
         end_s = self.clock() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
         while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - self.clock()) > 0:
@@ -166,7 +167,7 @@ class Nodes:
                     await self.announced.wait()
 
     def fault(self, key: str, problem: str) -> None:
-        """Records that a call of ours to a node failed."""
+        """Records that a request of the orchestrator to a node failed, with the `problem` as text."""
         with self.lock:
             self._registry.fault(key, self.clock(), problem)
 
@@ -193,7 +194,7 @@ class Nodes:
             self._registry.leave(key, role)
 
     def stopped_s(self, now_s: float) -> float:
-        """Returns for how long this process was stopped until `now_s`; 0 if it was not. Nodes count as heard in that time."""
+        """Returns the seconds that this process was stopped before `now_s`, as on a laptop that slept; else 0. Nodes do not count as silent then."""
         with self.lock:
             stopped_s = now_s - self._ticked_s
             if stopped_s <= STOPPED_S:
@@ -228,13 +229,13 @@ class Nodes:
             ]
 
     def max_samples(self) -> float:
-        """Returns of how many samples workers should hold leases: those to run now, and the next ones. Infinity: no limit."""
+        """Returns the number of samples for which workers should hold leases: those that servers run now, and the next ones. Infinity means no limit."""
         with self.lock:
             limits = [self._limit(node) for node in self._serving()]
         return LEASED_PER_RUNNING * sum(limits) if limits and all(limits) else math.inf
 
     def interval_s(self, role: str) -> float:
-        """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
+        """Returns the seconds between two heartbeats of a node. The interval of a worker grows with the number of workers."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
 
     def healthy(self, role: str) -> list[str]:
@@ -249,7 +250,7 @@ class Nodes:
         return count[registry_lib.State.SUSPECT] + count[registry_lib.State.DEAD]
 
     def num_signed_in(self) -> int:
-        """Returns the number of nodes that are there by their own requests."""
+        """Returns the number of healthy nodes that send heartbeats of their own; static servers do not count."""
         with self.lock:
             healthy = map(self._registry.healthy, registry_lib.ROLES)
             return sum(node.key not in self._static for nodes in healthy for node in nodes)

@@ -188,7 +188,7 @@ class Orchestrator:
             if self._curriculum and step and is_run:
                 if "curriculum" not in (saved or {}):
                     found = f"the checkpoint of step {step} lacks the state of rl.curriculum = {self._config.rl.curriculum!r}"
-                    raise ValueError(f"{found}, which the run had not then; start another --workdir")
+                    raise ValueError(f"{found}: the run began without it; start another --workdir")
                 self._curriculum.restore((saved or {})["curriculum"])
             state.states = {n: s for n, s in ((step, saved), (step + 1, later)) if s}
             if newest := later or saved:
@@ -347,7 +347,7 @@ class Orchestrator:
 
     @property
     def submission_limits(self) -> dict[str, int]:
-        """The limits of `parquet.from_bytes` for a submission: twice the groups that can be open, and the longest rollout of a batch."""
+        """The limits of `parquet.from_bytes` for a submission: twice the rollouts that can be open, of up to twice the tokens of a training row."""
         rl, sets = self._config.rl, task_schedule.evaluation_sets(self._config)
         open_rows = env_mix.max_rollouts(self._config) * (rl.max_lag + 2)
         open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))

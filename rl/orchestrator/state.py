@@ -64,9 +64,9 @@ class Locked:
         self.lock.release()
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """Returns True if `condition` became true in time; raises the error that ended the run, if any.
+        """Blocks until `condition()` is true or `timeout_s` has passed; returns whether it became true. Raises the error that ended the run, if any.
 
-        It is called in a `with` block, whose lock is free meanwhile.
+        Call it in the `with` block of this object. Other threads may take the lock while it blocks.
         """
         self._notify()
         is_met = self._changed.wait_for(lambda: self._state.failure or condition(), timeout_s)

@@ -31,7 +31,7 @@ class Status:
     )
 
     def waiting(self, state: RunState, name: str, progress: tuple[int, int], now_s: float, left_s: float = 0.0) -> str:
-        """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second.
+        """Returns why the batch or evaluation `name` waits, as a line for people. `progress` is (groups that it has, groups that it needs).
 
         `left_s` is an estimate of the seconds that it still needs; 0: none.
         """

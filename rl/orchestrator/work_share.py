@@ -86,12 +86,12 @@ class WorkShare:
                 record.num_finished, record.busy_s = record.num_finished / 2, record.busy_s / 2
 
     def speed(self, worker: str, now_s: float) -> float:
-        """Returns the speed of a worker in groups per second, or in any other unit as long as no worker finished a group."""
+        """Returns the speed of a worker in groups per second. Until a worker has finished a group, only the ratios of speeds have a meaning."""
         self._refresh(now_s)
         return self._speed(self._records[worker], now_s) if worker in self._records else self._speed_of_average
 
     def room(self, worker: str, num_held: int, num_unfinished: int, now_s: float) -> int:
-        """Returns how many more of `num_unfinished` groups, those with workers included, a worker should hold."""
+        """Returns how many more groups a worker should hold than `num_held`. `num_unfinished` is the number of all unfinished groups, held or not."""
         self._num_unfinished = num_unfinished
         speed = self.speed(worker, now_s)
         share = num_unfinished * speed / max(self._sum, speed)

@@ -66,11 +66,11 @@ class _Place:
 
 
 class WorkerHealth:
-    """The marks of each worker. One that is known or banned is active if it requested work in the last `lease_s` seconds.
+    """The marks of each worker. A known or banned worker is active if it requested work in the last `lease_s` seconds.
 
-    `invited` are the public keys (hex) that config or launcher invited. While `is_measuring`, replays of their rollouts are
-    measured (rl/verification/run_bands.py). If one of them is active, a stranger waits for that, and all of theirs are replayed. Where none
-    is, strangers work, and each of their groups is replayed.
+    `invited` are the public keys (hex) that config or launcher invited. While `is_measuring`, all groups of invited workers are
+    replayed, and the replays are measured (rl/verification/run_bands.py). Strangers then get no work while an invited worker is active;
+    while none is active, strangers work, and each of their groups is replayed.
     """
 
     def __init__(
@@ -154,7 +154,10 @@ class WorkerHealth:
         return frozenset(place.worker for place in self._places)
 
     def may_lease(self, worker: str, key: lease.Key, now_s: float) -> bool:
-        """Returns False for a group that this worker lost or that is kept for known workers, if one may have it and is active."""
+        """Returns False for a group that rests, that this worker lost, or that is kept for workers with a record.
+
+        A lost or kept group is open to all again while no other known worker is active.
+        """
         if now_s < self._pauses.get(key, (0, 0.0))[1]:
             return False
         holder, until_s = self._lost.get(key, ("", 0.0))
@@ -170,7 +173,8 @@ class WorkerHealth:
     def renewed_s(self, worker: str, since_s: float, now_s: float) -> float:
         """Returns the deadline of a lease that a worker took at `since_s` and renews at `now_s`.
 
-        A newcomer's ends with `lease_s` at the latest: it could keep a group for ever by heartbeats, at no cost.
+        The lease of a newcomer ends `lease_s` after `since_s` at the latest. Otherwise a newcomer could keep a group forever by
+        heartbeats, at no cost.
         """
         most_s = math.inf if self.is_known(worker) else since_s + self._lease_s
         return min(now_s + self.lease_s(worker), most_s)
@@ -193,21 +197,22 @@ class WorkerHealth:
             self._set_record(worker, self._of(worker).record // 2)
 
     def left(self, worker: str, now_s: float) -> bool:
-        """Records that a worker gives all groups back; returns True if that counts against it, as for a newcomer.
+        """Records that a worker gives all groups back. Returns True if that counts against the worker.
 
-        So it does for a stranger that left in the last `lease_s`: two of them could else lease the same groups as often as they ask.
+        It does for a newcomer, and for a stranger that left in the last `lease_s` seconds: otherwise two strangers could lease the same
+        groups in turns without end.
         """
         is_again = self._note(self._left_s, worker, now_s)
         return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
 
     def expired(self, worker: str, key: lease.Key, now_s: float, *, blame: bool) -> None:
-        """Records that a lease ended by its deadline. Several that end in one outage of a worker are one fault."""
+        """Records that a lease ended by its deadline, with `blame` if that counts against the worker. Several that end in one outage are one fault."""
         if blame and self.is_known(worker):  # the marks of others do not change
             blame = not self._note(self._blamed_s, worker, now_s)
         self.lost(worker, key, now_s, blame=blame)
 
     def returned(self, key: lease.Key, now_s: float) -> None:
-        """Records that a worker gave a group back, such as for want of a server: from the second time on it rests, longer each time."""
+        """Records that a worker gave a group back, for example because it had no server. From the second time on, the group rests, longer each time."""
         times = self._pauses.get(key, (0, 0.0))[0] + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** (times - 2), MAX_PAUSE_S) if times > 1 else 0.0
         self._pauses[key] = min(times, MOST_HALVINGS), now_s + pause_s
@@ -233,7 +238,7 @@ class WorkerHealth:
         return verdict_lib.check_rate(verdict_lib.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
-        """Records that a group of this worker passed a replay. One of a stranger under limits that are still measured earns no trust."""
+        """Records that a group of this worker passed a replay. A group of a stranger earns no trust while limits are measured."""
         self._workers[worker].num_verified += not (self.is_stranger(worker) and self._is_measuring())
 
     def trained_unverified(self, worker: str, step: int) -> None:
@@ -265,7 +270,7 @@ class WorkerHealth:
         return num, steps
 
     def remember(self, names: Collection[str], rejections: Mapping[str, int], banned: Collection[str]) -> None:
-        """Sets the marks of `names` that the ledger shows. Any rejection makes a suspect: maybe it was a fault."""
+        """Restores marks of the workers `names` from the ledger. Any rejection makes a suspect, since it may have been a failed check."""
         for name in names:
             one, least = self._workers[name], self.max_rejections if name in banned else 0
             one.num_rejected, one.is_suspect = max(one.num_rejected, rejections.get(name, 0), least), True
@@ -279,7 +284,7 @@ class WorkerHealth:
         return sum(self.is_banned(name) and now_s - seen_s <= self._lease_s for name, seen_s in self._seen_s.items())
 
     def groups(self, most: int) -> dict[str, dict[str, int]]:
-        """Returns the groups that passed a replay and those rejected, by worker: of the `most` workers with the greatest numbers."""
+        """Returns the numbers of verified and rejected groups by worker (16 digits of its key), for the `most` workers with the most groups."""
         found = heapq.nlargest(most, self._workers.items(), key=lambda one: one[1].num_verified + one[1].num_rejected)
         verified = {name[:16]: one.num_verified for name, one in found}
         return {"verified_groups": verified, "rejected_groups": {name[:16]: one.num_rejected for name, one in found}}

@@ -124,7 +124,8 @@ def parse(text: str, turns: Sequence[float] = (), alone: float | None = None) ->
 def collectives(program: Sequence[Instruction], across: Sequence[int] = ()) -> list[Collective]:
     """Returns the collectives of a parsed program between several devices. Raises ValueError for one of an unknown form.
 
-    `across` are the positions in the mesh of one chip of each slice: XLA writes collectives over slices as transfers by the hosts.
+    XLA writes collectives between slices as transfers by the hosts. `across` is their group: the positions in the mesh of one chip of
+    each slice.
     """
     found = []
     for count, computation, line, _ in program:

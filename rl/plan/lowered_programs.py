@@ -116,15 +116,15 @@ def has_engine(config: config_dict.ConfigDict) -> bool:
 
 
 def learner_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the mesh axes of the learner, and `num_slices`, over which `data` replicates it unless `mesh.data` is set."""
+    """Returns the mesh axes of the learner, and `num_slices`. With several slices, `data` replicates the learner over them unless `mesh.data` is set."""
     axes = config.mesh.to_dict() | {"num_slices": config.plan.num_slices}
     return axes | ({"data": config.plan.num_slices} if axes["data"] == 1 else {})
 
 
 def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the mesh axes of a server elsewhere, `plan.server_mesh`, or of a host's engine: `inference.mesh`.
+    """Returns the mesh axes of a server: `plan.server_mesh` if servers run elsewhere, else `inference.mesh` of an engine on the learner's hosts.
 
-    Of the latter, `data` takes the devices that the others leave (rl/topology/layout.py).
+    In the second case `data` is -1: it takes the devices that the other axes leave (rl/topology/layout.py).
     """
     axes = config.plan.server_mesh.to_dict()
     if not has_engine(config):

@@ -148,7 +148,7 @@ def _memory(outcome: Outcome, chip: roofline.Chip) -> str:
 
 
 def shared(outcomes: Mapping[str, Outcome], chip: roofline.Chip) -> tuple[str, bool]:
-    """Returns (lines about the memory of programs that share their chips, True if it suffices): one budget of learner and engine."""
+    """Returns (lines about the memory of a learner and an engine that share their chips, True if it suffices)."""
     programs = {name: outcome.program for name, outcome in outcomes.items()}
     parts = sizes.budget(programs, {name: o.peak_bytes - sum(o.program.held.values()) for name, o in outcomes.items()})
     total = sum(parts.values())

@@ -28,7 +28,7 @@ def num_bytes(
 ) -> float:
     """Returns the bytes that one run of a parsed program reads.
 
-    A call of the kernel of pages reads `pages_bytes` of the arrays that have one of the dims `cache`.
+    A call of the paged attention kernel counts as `pages_bytes`, in place of the whole arrays whose shapes are in `cache`.
     """
     computations, fused = collections.defaultdict(dict), set()
     for instruction in program:

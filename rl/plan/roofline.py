@@ -30,10 +30,10 @@ from models import flops
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of chip: a TPU, or a GPU, of which no topology is planned.
+    """The memory and the rates of one kind of chip: a TPU, or a GPU (for which no topology can be planned).
 
-    The rates are those of Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026) and of Nvidia's data
-    sheets of the SXM cards.
+    The rates are those of Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026) and of Nvidia's data sheets
+    of the SXM cards.
     """
 
     memory_bytes: int  # that a program may use, from the compiler's error for one that does not fit
@@ -78,7 +78,7 @@ def utilization(
     *,
     is_frozen: bool = False,
 ) -> dict[str, float]:
-    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones.
+    """Returns the metrics `machine/...` of a train step from `values`, its other metrics. All `num_devices` are like the local ones.
 
     `is_frozen`: adapters train alone. MFU is left out where the rate of the devices is not known, such as on a CPU.
     """
@@ -135,8 +135,8 @@ def alternatives(topology: str) -> list[str]:
 def link_bytes_per_s(chip: Chip, extent: Sequence[int], coords: np.ndarray) -> float:
     """Returns the rate at which a chip sends in a ring collective of a group at `coords` [chips, dims] of a topology.
 
-    A dim that the group fills and that closes to a ring gives both of its ports, any other dim the group spans gives one:
-    at the end of a line everything comes through one port.
+    A dim of the topology that the group fills, and that closes to a ring, adds both of its ports to the rate. Any other dim that the
+    group spans adds one port: at the end of a line, all bytes come through one port.
     """
     ports = 0
     for dim, size in enumerate(extent):

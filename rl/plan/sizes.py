@@ -65,7 +65,7 @@ Find = Callable[[config_dict.ConfigDict], Devices]
 
 
 class Room(NamedTuple):
-    """The room for open sizes: the names of these fields, and the devices that they are chosen for, which `devices` finds for other meshes."""
+    """The sizes that may still grow: names of config fields, devices whose memory they may fill, and a function that finds others."""
 
     names: list[str]
     place: Devices
@@ -125,9 +125,9 @@ def settled(
 
 
 def present(config: config_dict.ConfigDict, *, needs_engine: bool = True) -> Devices:
-    """Returns the devices of this process and of the other hosts of the learner, and those of the run's own server, if it has one.
+    """Returns the devices of the learner, on this and all other hosts, and those of the run's own server, if it has one.
 
-    A server that these devices cannot have is left out unless `needs_engine`.
+    If the server does not fit its devices, raises ValueError, or leaves the server out unless `needs_engine`.
     """
     local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
     _, devices = layout.split(local, axes.pop("rollout_devices", 0))
@@ -166,16 +166,16 @@ def sized(
     if not (names := _open(config)):
         return config, None
     if has_rollouts and "inference.num_slots" in names and not lowered_programs.has_engine(config):
-        found = "inference.num_slots = 0 is chosen for the memory of this run's devices, but topology.mode = 'remote'"
-        raise ValueError(f"{found} has its servers elsewhere; set the slots of one server")
+        found = "inference.num_slots = 0 fits the slots to this run's devices, but topology.mode = 'remote'"
+        raise ValueError(f"{found} has its servers elsewhere; set inference.num_slots to the slots of one server")
     if TENSOR in names:
         config.inference.mesh.tensor = 1
     place = devices(config)
     growing = " and ".join(name for name in ("inference.num_slots", "train.rows") if name in names)
     is_judge = place.server_mesh is not None and not (config.trust.validators or config.topology.orchestrator)
     if has_rollouts and growing and is_judge and config.trust.device != "cpu" and not place.is_cpu:
-        found = f"trust.device = {config.trust.device!r} replays rollouts in memory that {growing} of 0 would take"
-        raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
+        found = f"trust.device = {config.trust.device!r} replays rollouts on the devices whose memory {growing} = 0 would fill"
+        raise ValueError(f"{found}; set trust.device = 'cpu', or set these sizes")
     _set_least(config, place, names)
     return config, Room(names, place, devices, has_rollouts)
 
@@ -212,10 +212,11 @@ def fitted(exp: experiment.Experiment, room: Room) -> tuple[experiment.Experimen
 def budget(
     programs: Mapping[str, lowered_programs.LoweredProgram], workspaces: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the bytes per device, by kind, of a learner and an engine that take turns on it: their own arrays, and the largest rest.
+    """Returns the bytes per device of a learner and an engine that take turns on it, as {kind of memory: bytes}.
 
-    `programs` has "train" and "decode"; `workspaces` has the bytes that each of the programs needs beyond its arguments. The
-    slots of the engine leave the device during a train step.
+    The kinds are the learner's state, the engine's weights, and the largest need of any one program. `programs` has "train" and
+    "decode"; `workspaces` has the bytes that each program needs beyond its arguments. The slots of the engine leave the device during a
+    train step.
     """
     train, decode = programs["train"], programs["decode"].held
     weights, slots = decode["parameters"], sum(decode.values()) - decode["parameters"]

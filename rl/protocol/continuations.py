@@ -25,7 +25,7 @@ Generate = Callable[[list[int], dict], Awaitable[list[completion_lib.Completion]
 
 
 def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -> list[list[tuple[int, int]]]:
-    """Returns, for each sample of a group, the (number of completion tokens before it, draw) of its continuations, in order."""
+    """Returns, per sample, the (number of completion tokens before it, draw) of its continuations, in order; `options` as of `vine.plan`."""
     logprobs = [root.logprobs[root.prompt_length :] for root in roots]
     names = ("num_continuations", "step_tokens", "max_states", "token_ratio")
     states = vine.plan([root.reward for root in roots], logprobs, **{name: options[name] for name in names})
@@ -35,7 +35,7 @@ def expected(roots: Sequence[rollout_lib.Rollout], options: Mapping[str, Any]) -
 def error(
     roots: Sequence[rollout_lib.Rollout], branches: Sequence[Sequence[rollout_lib.Rollout]], options, most: int
 ) -> str | None:
-    """Returns the first continuation that a group has and should not, or lacks, or None. `most` tokens are in a completion."""
+    """Returns why the continuations of a group (`branches`, per sample of `roots`) are not those prescribed, or None. A completion has `most` tokens."""
     for root, own, wanted in zip(roots, branches, expected(roots, options), strict=True):
         found = [(branch.prompt_length - root.prompt_length, branch.draw) for branch in own]
         if found != wanted:
@@ -45,7 +45,7 @@ def error(
             limits = [most] if branch.call_limits is None else branch.call_limits.tolist()
             is_one = len({*branch.versions.tolist(), *root.versions.tolist()}) == 1
             if not (is_prefix and limits == [most - s] and is_one and root.trains and not branch.trains):
-                return f"continuation {branch.branch} of sample {root.sample} is not of its tokens, length, and policy version"
+                return f"continuation {branch.branch} of sample {root.sample} does not keep the sample's tokens, limit, and policy version"
     return None
 
 

@@ -75,14 +75,14 @@ class Rule:
 
 
 def slots(config, step: int) -> list[str]:
-    """Returns the environments of the groups that step `step` may have, those that replace others included."""
+    """Returns the environments of the groups that step `step` may have, replacement groups included."""
     first = (step - 1) * config.rl.prompts_per_step
     places = env_mix.places(config, range(first, first + groups_per_step(config.rl)))
     return [env for env, _ in places]
 
 
 def groups_per_step(rl) -> int:
-    """Returns how many numbers of groups a step has; `rl` is that section of a config. With a curriculum, they include those that replace others."""
+    """Returns how many group numbers a step has; `rl` is that section of a config. With a curriculum, replacement groups count, too."""
     P = rl.prompts_per_step
     return P + env_mix.max_flat(rl) if rl.curriculum else P
 

@@ -77,7 +77,7 @@ class Entry:
 
     @contextlib.contextmanager
     def naming_fields(self) -> Iterator[None]:
-        """Raises a ValueError of its block with the fields of this environment in place of `env.*`, in a run with several ones."""
+        """Raises a ValueError of its block again, with this environment's fields (envs.NAME.*) in place of `env.*`; unchanged in a run without `envs`."""
         try:
             yield
         except ValueError as error:
@@ -126,7 +126,7 @@ def described(config) -> dict[str, Any]:
 
 
 def alone(config, key: str):
-    """Returns a copy of the config as that of a run with the environment `key` of `entries` alone; the config itself for ""."""
+    """Returns a copy of the config for a run with only the environment `key` of `entries`; the config itself for ""."""
     if not key:
         return config
     entry = entries(config)[key]
@@ -208,7 +208,7 @@ def max_branches(config) -> int:
 
 
 def run_field(name: str) -> str:
-    """Returns the config field that has the same meaning for all environments as `name`, such as envs.sums.temperature, for one."""
+    """Returns the run-wide field that `name` overrides: sampling.temperature for envs.sums.temperature. Other names are returned unchanged."""
     section, key, field = [*name.split(".", 2), "", ""][:3]
     return FIELDS.get(field, f"env.{field}") if section == "envs" and key and field else name
 

@@ -101,7 +101,7 @@ class Session:
 
 
 def request(key: rollout_lib.WorkerKey, session: Session, **fields) -> dict:
-    """Returns the signed JSON body of a worker's request with these fields of `_FIELDS`, all but the first five."""
+    """Returns the signed JSON body of a worker's request. `fields` are those of its kind in `_FIELDS`; the first five are added here."""
     return signed_message.request(key.private, session.run, session.id, **fields)
 
 
@@ -119,8 +119,9 @@ def read_header(text: str) -> dict:
 class RequestVerifier:
     """Verifies the signed requests of workers to one session. All but submissions must be newer than the worker's previous one.
 
-    `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked.
-    Previous requests of the last `MAX_REMEMBERED` workers are known, and those of workers that `is_known` for as long as needed.
+    `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked. The
+    time of the previous request is kept for the last `MAX_REMEMBERED` workers, and for all workers that `is_known`, as long as a copy
+    of it could be accepted.
     """
 
     def __init__(
@@ -186,10 +187,12 @@ class RequestVerifier:
 def find_work(run: str, worker: str, num_bits: int, is_over: Callable[[], bool] = lambda: False) -> str:
     """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits, or once `is_over`.
 
-    Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
+    Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker forever.
     """
     if num_bits > MAX_WORK_BITS:
-        raise ValueError(f"the run asks for {num_bits} bits of work; at most {MAX_WORK_BITS} are done; join another")
+        raise ValueError(
+            f"the run asks for a proof of work of {num_bits} bits, more than the {MAX_WORK_BITS} that a worker computes; join another run"
+        )
     if not num_bits:
         return ""
     numbers = itertools.takewhile(lambda _: not is_over(), itertools.count())

@@ -185,12 +185,12 @@ class Registry:
             self._end(node, "it left")
 
     def extend(self, by_s: float, now_s: float) -> None:
-        """Counts the last `by_s` seconds as no silence: beats could not be heard."""
+        """Moves the last beat of each node `by_s` seconds later, because this process could not receive beats during that time."""
         for key, node in self._nodes.items():
             self._nodes[key] = dataclasses.replace(node, beat_s=min(now_s, node.beat_s + by_s))
 
     def sweep(self, now_s: float) -> list[Change]:
-        """Applies the passing of time; returns all changes since the last sweep, the first first."""
+        """Marks nodes that are silent for too long at `now_s`. Returns all changes of state since the last sweep, oldest first."""
         self._look(now_s)
         for node in [*self._nodes.values()]:
             beats = self._silent_beats(node, now_s)

@@ -39,12 +39,12 @@ class State:
 
 
 def start(capacity: float) -> State:
-    """Returns the first state: as many samples as fit in the KV cache at their greatest length."""
+    """Returns the first state of a server's limit: `capacity` samples, as many as fit in its KV cache at their greatest length."""
     return State(min(max(1.0, capacity), MAX_LIMIT))
 
 
 def observe(state: State, load: registry.Load, now_s: float, blind_s: float = BLIND_S) -> State:
-    """Returns the state after a report; the server should run `int(state.limit)` samples. Reports come well within `blind_s`."""
+    """Returns the state after a report: run `int(state.limit)` samples. It grows only if the last report is less than `blind_s` seconds old."""
     last = state.last or load
     # A server that restarted counts from 0 again.
     is_new = load.finished < last.finished or load.preemptions < last.preemptions

@@ -26,7 +26,7 @@ CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's des
 
 
 class Connection:
-    """The connection to an orchestrator. `problem` is the reason for which it does not reply now, or ""."""
+    """The connection to an orchestrator. `problem` is the reason why it does not reply now, or ""."""
 
     def __init__(self, http: httpx.AsyncClient, give_up_s: float):
         self._http, self._give_up_s, self.problem = http, give_up_s, ""
@@ -93,8 +93,8 @@ class SignedSession:
     async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **optional) -> dict:
         """Returns the reply with the leased `groups` (`lease.Lease`), after up to `wait_s` if there are none. Raises the errors of `exchange`.
 
-        With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive. `problem` is the
-        reason for `returned`.
+        `holding` lists the keys of all groups that this worker holds. The orchestrator takes any other lease of the worker back,
+        because the reply that granted it was lost. `problem` is the reason for `returned`.
         """
         fields = {"capacity": capacity, "returned": [*returned], "wait_s": wait_s, "begun_us": self.begun_us}
         fields |= {"env_digest": self.env_digest} if self.env_digest else {}

@@ -52,7 +52,7 @@ def is_fixed(rl) -> bool:
 
 
 def num_open_steps(config) -> int:
-    """Returns after how many further steps the groups of a step are over: trained, or too old unless they are leased again."""
+    """Returns the number of steps after which no group of a step is open any more: each was trained on, or is too old."""
     rl = config.rl
     if is_fixed(rl):
         return rl.max_lag + 1
@@ -65,7 +65,7 @@ def group_steps(config) -> range:
 
 
 def numbered_groups(config, numbers: Iterable[int], version: int, draws: Draws | None = None) -> list[lease.Lease]:
-    """Returns the groups with these numbers, opened when servers had policy `version`, the oldest for them unless `is_fixed`."""
+    """Returns the groups with these numbers. Unless `is_fixed`, `version` is the oldest policy version that may generate them."""
     count, groups = curriculum.groups_per_step(config.rl), []
     for step, same in itertools.groupby(numbers, lambda number: number // count + 1):
         prescribed = train_groups(config, step, draws)
@@ -120,9 +120,9 @@ def in_turn(envs: Sequence[str], number: int) -> tuple[str, int]:
 
 
 def warmup_tasks(config, step: int) -> list[tuple[str, int]]:
-    """Returns (environment, task index) of supervised warm-up batch `step`, from the far end of the task order.
+    """Returns (environment, task index) of supervised warm-up batch `step`, counted from the end of the task order.
 
-    RL does not come to them in an environment that makes its tasks. Of a dataset, both use all rows.
+    RL does not reach these tasks in an endless environment. In a dataset, RL and the warm-up both use all rows.
     """
     count = config.warmup.tasks_per_step
     return _tasks(config, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])

@@ -1,7 +1,7 @@
 """The names of policies: (epoch, version, digest). Imports no jax.
 
 1. Version n is the policy after batch n. A resume that does not repeat bit for bit publishes some numbers again, with other weights.
-2. Such a resume therefore begins an epoch, and (epoch, version) names one policy for ever. The publisher's signed head
+2. Such a resume therefore begins an epoch, and (epoch, version) names one policy forever. The publisher's signed head
    (sharding/format/head.py) orders policies by it.
 3. `digest` proves which weights are meant: the SHA-256 of the manifest that was published under (epoch, version).
 """

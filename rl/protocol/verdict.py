@@ -80,7 +80,7 @@ class SignedVerdict:
     signature: str = ""  # hex, of all other fields
 
     def sign(self, key: rollout_lib.WorkerKey) -> "SignedVerdict":
-        """Returns this verdict with `validator`, the time, and the signature set from `key`; shortens a long detail."""
+        """Returns this verdict signed by `key`, with `validator` and the time set. A detail that is too long is cut."""
         named = dict(validator=key.worker, time_us=time.time_ns() // 1000, detail=self.detail[:MAX_DETAIL])
         unsigned = {name: value for name, value in (vars(self) | named).items() if name != "signature"}
         return SignedVerdict(**signed_message.sign(key.private, unsigned))
@@ -105,7 +105,7 @@ class SignedVerdict:
         if not (is_clear and 0 <= verdict.time_us < 2**53 and text_lib.is_hex(verdict.signature, 128)):
             found = f"accepted = {verdict.accepted}, reason {verdict.reason!r:.80}, time_us = {verdict.time_us!r:.20}"
             raise ValueError(
-                f"verdict has {found}; accept with the reason 'ok' alone, at a time of today, in lower-case hex"
+                f"verdict has {found}; send reason 'ok' if and only if accepted, the time, and 128 lower-case hex digits"
             )
         if len(verdict.detail) > MAX_DETAIL or not verdict.check():
             raise ValueError(f"verdict is not signed by the validator it names, {verdict.validator[:16]!r}; sign it")
@@ -123,16 +123,16 @@ def group_digest(rollouts: Sequence[rollout_lib.Rollout], digests: Iterable[byte
 
 
 def reputation(num_passed: float, num_faults: int = 0) -> float:
-    """Returns the reputation in [0, 1) of a worker after this many replays that it passed and faults."""
+    """Returns the reputation in [0, 1) of a worker that passed `num_passed` replays and had `num_faults` faults."""
     return num_passed / (num_passed + HALF_AT + FAULT * num_faults)
 
 
 def check_rate(reputation: float, min_rate: float) -> float:
-    """Returns the probability with which a group of a worker of this reputation is replayed."""
+    """Returns the probability with which a group of a worker of this reputation is replayed: 1 - reputation, but at least `min_rate`."""
     return max(min_rate, 1 - reputation)
 
 
 def draw(secret: bytes, group: str) -> float:
-    """Returns the number in [0, 1) of a group's name: a rate above it means that the group is replayed."""
+    """Returns a number in [0, 1) drawn from the name of a group and the run's secret. The group is replayed if its check rate is above the number."""
     digest = hmac.digest(secret, group.encode(), "sha256")
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53  # all bits of a float: it never rounds to 1

@@ -46,7 +46,7 @@ def of_host(
 
 
 class MetricsWriter:
-    """The writer of metrics.jsonl in a run's work directory, and of its monitors. Without `active`, does nothing."""
+    """Writes metrics to metrics.jsonl in a run's work directory and to its monitors. Without `active`, writes nothing."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ PROJECT = "intellax"
 
 
 class Monitor(Protocol):
-    """The metrics of a run for one program, step after step."""
+    """A program that gets the metrics of a run, step after step, such as TensorBoard."""
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
         """Records the metrics of a step of a phase."""
@@ -64,7 +64,7 @@ def begin(names: Iterable[str], run: Run) -> dict[str, Monitor]:
 
 
 class Monitors(Monitor):
-    """Several monitors as one. The first error of one is printed, and ends that one alone: a run needs none of them."""
+    """Several monitors as one. The first error of a member is printed, and only that member ends: a run needs no monitor."""
 
     def __init__(self, members: Mapping[str, Monitor]):
         self._members = dict(members)

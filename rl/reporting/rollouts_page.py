@@ -84,7 +84,8 @@ def of_step(
 ) -> str:
     """Returns the page of a batch, `most` groups from number `first` on; of the newest batch if there is no such step.
 
-    The page of a source with noise is that of a live run, with links to others, which need `token` elsewhere. Raises ValueError for a malformed file.
+    If the source has noise, the run is live, and the page links to other steps and colors. Such links carry `token`, which the live
+    server asks for. Raises ValueError for a malformed file.
     """
     folders = {int(path.name[5:]): path for path in (workdir / "rollouts").glob("step_*") if path.name[5:].isdecimal()}
     step = step if step in folders else max(folders, default=0)
@@ -174,7 +175,11 @@ def _verdicts(workdir: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]
 def colored(
     rollout: rollout_lib.Rollout, decode: Callable[[Sequence[int]], str], color: str, values_T: np.ndarray
 ) -> Iterator[markupsafe.Markup]:
-    """Yields the completion in pieces of tokens with one color, escaped: "t" for tokens of the environment, else by `COLORS`."""
+    """Yields the completion of a rollout as escaped pieces of HTML, each of tokens with one color.
+
+    `values_T` has the number of each token that decides its color, by the scale `color` of `COLORS`. Tokens of the environment have the
+    class "t".
+    """
     (kind, limits), unit = COLORS[color], f"claimed {color}" if color == "noise" else color
     starts = {start: number for number, (start, _) in enumerate(rollout.spans, start=1)}
     columns = range(rollout.prompt_length, len(rollout.tokens))

@@ -22,7 +22,7 @@ def mark(part: str) -> None:
 
 
 def summary(event: str) -> str:
-    """Returns a line on the `event` of the last mark: the seconds until then, those without training in the warm-up, and all parts in order."""
+    """Returns a line for people: seconds from the start of this process until `event`, those without warm-up steps, and the seconds of each part."""
     total_s = sum(_parts.values())
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in _parts.items())
     rest = f", {total_s - _parts[WARM_UP]:.1f} s without warm-up steps" if WARM_UP in _parts else ""

@@ -28,7 +28,7 @@ PARTS = {"wait": "wait", "train_step": "train", "publish": "broadcast", "checkpo
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Span:
-    """Something that a role did, in Unix seconds. `track` is its worker or validator; `flow` (step, group) starts an arrow to the batch."""
+    """One stretch of work of a role, from `begin_s` to `end_s` in Unix seconds. `track` names the learner, worker, or validator that did it."""
 
     begin_s: float
     end_s: float
@@ -125,9 +125,9 @@ def _lanes(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
 
 
 def shares(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
-    """Returns, per role, the parts of the learner's time that it was busy, idle, and busy while the learner trained ("overlap").
+    """Returns, per role, the fractions of the learner's time in which the role was "busy", "idle", and busy while the learner trained ("overlap").
 
-    A waiting learner is idle. The time between two starts of a run does not count.
+    A learner that waits for a batch is idle. The time between two starts of a run does not count.
     """
     changes = [(at, sign, span) for span in spans for at, sign in ((span.begin_s, 1), (span.end_s, -1))]
     running: collections.Counter[str] = collections.Counter()  # spans, by role; a learner's wait is "wait"

@@ -32,7 +32,7 @@ class Swarm:
 
 
 def direct(ends: frozenset[str], port: int) -> str:
-    """Returns the URL of a port of this machine: a connection without a link."""
+    """Returns the URL of a port of this machine, for a connection without a relay or tunnel in between."""
     return f"http://127.0.0.1:{port}"
 
 
@@ -49,10 +49,10 @@ def plan(
 ) -> Swarm:
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
-    `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are those
-    of the user. Relays read from the learner's, or with `is_chain` each from the one before. `ports` has a port for each node
-    and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen` the listening address of
-    all ("": this machine alone). `connect` returns the URL of a connection.
+    `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are the
+    user's flags about the config. Relays read from the learner's relay; with `is_chain`, each reads from the relay before it. `ports`
+    has a port for each node and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen`
+    the listening address of all ("": this machine alone). `connect(nodes at both ends, port)` returns the URL of a connection.
     """
     relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
     names = [*relays, *servers, *workers, *validators]

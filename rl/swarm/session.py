@@ -60,9 +60,9 @@ class Session(NamedTuple):
 
 @contextlib.contextmanager
 def started(workdir: pathlib.Path, swarm: processes.Swarm, roles: Mapping[str, str]) -> Iterator[Session]:
-    """Adds the processes of a swarm to a supervisor, and shows their table during the block; ends them all after it.
+    """Runs the processes of a swarm and shows their table during the block; ends all of them after it. `roles` has the role of each node.
 
-    WORKDIR/targets.json lists the addresses of /metrics and /health of all nodes, as `file_sd_configs` of Prometheus takes them.
+    WORKDIR/targets.json lists the addresses of /metrics and /health of all nodes, in the form of Prometheus' `file_sd_configs`.
     """
     key, logs = run_directory.signing_key(workdir), run_directory.logs(workdir)
     orchestrator = sign_in.Orchestrator(swarm.orchestrator, key.private, key.worker, timeout_s=table_lib.ASK_S)
@@ -82,7 +82,7 @@ def started(workdir: pathlib.Path, swarm: processes.Swarm, roles: Mapping[str, s
 def audited(
     workdir: pathlib.Path, nodes: supervisor.Supervisor, ended: Sequence[int], begun_s: float
 ) -> audit_lib.Audit:
-    """Audits the run of a session that began at `begun_s` and is over; exits with a note if the signal `ended[0]` came before that."""
+    """Audits the run of a session that began at `begun_s` and is over; exits with a note if a signal in `ended` came first."""
     if ended and not nodes.is_over:
         print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(128 + ended[0])

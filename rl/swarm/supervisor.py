@@ -39,7 +39,7 @@ class Spec:
 
 @dataclasses.dataclass
 class Node:
-    """A process of the swarm now. `child` is None while it does not run."""
+    """The state of one process that a supervisor keeps alive: its child, or None while it does not run, and its deaths."""
 
     spec: Spec
     child: child_process.ChildProcess | None = None
@@ -51,7 +51,10 @@ class Node:
     progress: float = 0.0  # the greatest at a death
 
     def die(self, now_s: float, progress: float) -> None:
-        """Records a death, after which it starts again in a while, longer each time. Progress ends the row, but for the last `WINDOW_S` seconds."""
+        """Records a death, and sets the time of the next start: the pause doubles with each death in a row.
+
+        Progress since the last death ends the row, but deaths of the last `WINDOW_S` seconds still count.
+        """
         if progress > self.progress:
             self.progress = progress
             self.died_s = [died_s for died_s in self.died_s if now_s - died_s <= WINDOW_S]

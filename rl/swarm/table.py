@@ -78,7 +78,7 @@ class Table:
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 
     def progress(self, spec: supervisor.Spec) -> float:
-        """Returns a number that is greater once a process has got further: the steps of the run, or the start of the last that signed in."""
+        """Returns a number that grows with progress: the run's last train step, or the start time of a node's last process that signed in."""
         if spec.role not in HOSTS:
             return self.heard.get(spec.name, 0.0)
         return max((step["step"] for step in _steps(self.workdir)), default=0)

@@ -86,7 +86,7 @@ class ColocatedServer:
         offer.set_result(placed)
 
     def reclaim(self) -> None:
-        """Ends a `release`. The caller needs no merged parameters any more."""
+        """Ends a `release`: the engine takes its memory back and continues. Call it once merged parameters are not needed any more."""
         if self.is_shared:
             self._await(self.server.scheduler.reclaim)
 

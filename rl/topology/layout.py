@@ -44,7 +44,7 @@ def engine_mesh(experiment: experiment_lib.Experiment) -> jax.sharding.Mesh:
 
 
 def split(devices: Sequence[Any], num_rollout_devices: int) -> tuple[list[Any], list[Any]]:
-    """Returns the devices of (learner, engines): of each host, the last `num_rollout_devices` are the engine's; 0: all are both's."""
+    """Returns (the learner's devices, the engines'): each host's last `num_rollout_devices` are its engine's. 0: both have all devices."""
     if not num_rollout_devices:
         return [*devices], [*devices]
     of_host = {device.process_index: [] for device in devices}

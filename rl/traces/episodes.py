@@ -149,14 +149,14 @@ def _branches(trace: Mapping) -> Iterator[tuple[dict[str, Any] | None, list[int]
     nodes, saved = trace["nodes"], (trace.get("info") or {}).get("intellax")
     inner = {node.get("parent") for node in nodes}
     if inner >= {*range(len(nodes))}:
-        raise ValueError("the nodes of a trace have a ring of parents; correct the file")
+        raise ValueError("the parents of a trace's nodes form a cycle; correct the file")
     for fields in saved or ({"leaf": leaf} for leaf in range(len(nodes)) if leaf not in inner):
         path, at = [], fields["leaf"]
         while at is not None:
             path.append(at)
             at = nodes[at].get("parent")
             if len(path) > len(nodes):
-                raise ValueError("the nodes of a trace have a ring of parents; correct the file")
+                raise ValueError("the parents of a trace's nodes form a cycle; correct the file")
         yield {name: value for name, value in fields.items() if name != "leaf"} or None, path[::-1]
 
 

@@ -176,7 +176,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, mea
 def measure(
     validator: verifier.Verifier, rollouts: Sequence[rollout_lib.Rollout], *, is_unnamed: bool = False
 ) -> measurement.Measured:
-    """Replays honest rollouts of one variant and returns how much the replay differs from their claims."""
+    """Replays honest rollouts of one variant; returns the differences. `is_unnamed` ignores the experts that they name."""
     if is_unnamed:
         rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     found = measurement.Measured(is_unnamed)
@@ -222,10 +222,10 @@ def variant_rollouts(
 
 
 def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> experiment_lib.Experiment:
-    """Returns the experiment of a run, from the config in its working directory, but for its own functions that only a learner needs.
+    """Returns the experiment of a run from the config in its working directory. The run's own loss, advantage, and metric functions are left out.
 
-    Raises ValueError if config.json is missing, or if the environment's code or data, which come from the folders `code` alone, differ
-    from those of the run: its working directory may be a stranger's.
+    Raises ValueError if config.json is missing, or if the environment's code or data differ from those of the run. They come from the
+    folders `code` alone, since the working directory may be a stranger's.
     """
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():

@@ -65,7 +65,7 @@ class Judge:
         return self._lock.locked()
 
     def verify(self, header: str) -> dict:
-        """Returns the signed request, which has the SHA-256 of its body; the body need not be read before. Raises ValueError to reject it."""
+        """Returns the signed request in an HTTP header; its field names the SHA-256 of the body. Raises ValueError to reject it before the body is read."""
         message = lease.read_header(header)
         self._requests.verify(message, "verdicts")
         return message
@@ -131,7 +131,7 @@ class Judge:
         return self.checker.check_group_without_weights(rollouts)[0] if whole.accepted else whole
 
     def _write_evidence(self) -> None:
-        """Writes the tests of all workers, but for those with the least evidence, if there are too many."""
+        """Writes the tests of all workers; if there are too many, without those with the least evidence."""
         evidence = self.checker.evidence.state(self._newest - self.keep_steps)
         tests = evidence.pop("records")
         if len(tests) > validator_state.MAX_ENTRIES:

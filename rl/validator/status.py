@@ -86,7 +86,7 @@ def of_file(
     *,
     is_checked: bool,
 ) -> Status:
-    """Returns the status of a file: the worst of its `groups`, which are (indices of rollouts, verdict)."""
+    """Returns the status of a file: the worst of its `groups`, (indices of rollouts, verdict) each. `is_checked`: the file was replayed."""
     worst = max((verdict for _, verdict in groups), key=lambda verdict: STATUSES.index(of_verdict(verdict)))
     faults = {indices[0]: str(verdict) for indices, verdict in groups if of_verdict(verdict) == "reject"}
     listed = sorted(faults, key=lambda i: (not is_offense(faults[i]), i))[:MAX_REASONS]

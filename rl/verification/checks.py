@@ -153,7 +153,7 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Checks the limits on the numbers of turns, of sampled and of all tokens, and on token IDs."""
     spans = rollout.spans
     if rollout.calls is None and not rollout.sampled_mask[rollout.prompt_length :].all():
-        return Verdict(Reason.PROMPT, "tokens after it were not sampled")
+        return Verdict(Reason.PROMPT, "tokens after the prompt were not sampled")
     if len(spans) > rules.max_turns or rollout.num_branches > rules.max_branches:
         found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
         return Verdict(Reason.TURNS, f"{found}, more than the turns of an episode, {rules.max_turns}")
@@ -171,14 +171,15 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def one_call(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a rollout of an environment with one call sets no field that follows from a replay of calls.
+    """Checks that a rollout of a one-call environment sets no field that only a program of several calls may set.
 
-    With them a worker would choose which samples train, and where they end. `continuations.error` checks those of a continuation.
+    With such fields a worker could choose which samples train, and where they end. `continuations.error` checks the fields of a
+    continuation.
     """
     if rules.score is None:
         return OK
     if rollout.branch and not (rules.vine and _group(rollout, rules).split == "train"):
-        return Verdict(Reason.TURNS, f"branch {rollout.branch} of an episode with one call")
+        return Verdict(Reason.TURNS, f"branch {rollout.branch} of an episode that has only one call")
     is_set = {"calls": rollout.calls is not None, "prefix_versions": rollout.prefix_versions is not None}
     if not rollout.branch:
         is_set |= {"call_limits": rollout.call_limits is not None, "draw": rollout.draw != 0}
@@ -200,9 +201,9 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
             Reason.VERSIONS, f"{low} is older than {group.min_version}, the oldest that step {group.step} takes"
         )
     if low != high and np.any(versions[1:] < versions[:-1]):
-        return Verdict(Reason.VERSIONS, "they decrease along the sequence")
+        return Verdict(Reason.VERSIONS, "versions decrease along the sequence")
     if _pins_others(group, low, high):
-        return Verdict(Reason.VERSIONS, f"{low} to {versions[-1]}, and the lease pins {group.version}")
+        return Verdict(Reason.VERSIONS, f"{low} to {versions[-1]}, but the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train" and rules.is_fixed:
         newest = min(newest, group.step - 1)
@@ -227,14 +228,14 @@ def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
 
 
 def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Checks that a training rollout names the tokens that the run's filters kept, and its own among them.
+    """Checks that a training rollout names, for each sampled token, the tokens that the run's filters kept, the sampled one among them.
 
     Without filters it must name none: the learner would normalize over them. Top-k alone keeps exactly k, for all logits.
     """
     required = kept_width(rollout, rules)
     if bool(rollout.kept) != bool(required):
         return Verdict(
-            Reason.KEPT, f"{len(rollout.kept)} bytes of kept tokens, and the run's filters keep {required or 'all'}"
+            Reason.KEPT, f"{len(rollout.kept)} bytes of kept tokens, but the run's filters keep {required or 'all'}"
         )
     if not required:
         return OK
@@ -244,7 +245,7 @@ def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         return Verdict(Reason.KEPT, str(error))
     is_exact = all(rules.filters.get(name, kept_sets.OFF[name]) == kept_sets.OFF[name] for name in ("top_p", "min_p"))
     if is_exact and (least := int(count_N.min())) < required:
-        return Verdict(Reason.KEPT, f"a kept set has {least} IDs, and top-k alone keeps {required}")
+        return Verdict(Reason.KEPT, f"a kept set has {least} IDs, but top-k alone keeps {required}")
     if (top := int(ids.max())) >= rules.vocab_size:
         return Verdict(Reason.KEPT, f"ID {top} is outside the vocabulary of {rules.vocab_size}")
     is_own = ids == np.repeat(rollout.tokens[rollout.sampled_mask], count_N)
@@ -344,7 +345,7 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
         at = int(np.flatnonzero(rollout.sampled_mask)[y_N.argmax()])
         claim = float(rollout.logprobs[at])
         least = f"its noise needs {claim + math.log(top / limit):.3g} at least"
-        return Verdict(Reason.LOGPROB, f"{claim:.3g} claimed for token {at}, {least}")
+        return Verdict(Reason.LOGPROB, f"{claim:.3g} claimed for token {at}, but {least}")
     odds = sequential_test.log_mean_exp(sequential_test.claims_ratio(y_N))
     detail = f"the noise fits other log-probabilities than those claimed better, e^{odds:.1f} to 1"
     return _accept_if(odds < -math.log(CHANCE), Reason.LOGPROB, detail)
@@ -430,7 +431,7 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Checks that no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance."""
+    """Checks that every claimed log-probability is within the tolerance of the replayed one, except for up to `most_flips` tokens."""
     floor, limit = rules.tolerance.floor, rules.tolerance.logprob
     error_N = np.abs(sequential_test.log_odds(one.error_N, one.doubt_N, floor))
     wrong = int((~(error_N <= limit)).sum())
@@ -455,10 +456,10 @@ def deviation(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 
 def most_flips(one: replay.Replayed, rules: rules_lib.Rules) -> int:
-    """Returns how many tokens of a rollout may differ by any amount, since near ties in routing may fall to other experts in the replay.
+    """Returns how many tokens of a rollout may differ from the replay by any amount: near ties in the router may choose other experts there.
 
-    Where the rollout names its experts, these run, and none may. Else an honest one has more with a probability of CHANCE at most
-    (Chernoff's bound for a Poisson variable).
+    The result is 0 if the rollout names its experts, because the replay then uses these. Otherwise an honest rollout exceeds the result
+    with a probability of at most CHANCE (Chernoff's bound for a Poisson variable).
     """
     mean = rules.tolerance.flips * len(one.margin_N)
     if not mean or not rules.experts.num_experts or one.rollout.routed_experts is not None:

@@ -86,7 +86,7 @@ class EvidenceLog:
     def of(
         cls, config, bands: sequential_test.Bands | None, *, servers: Collection[str] = (), **options
     ) -> "EvidenceLog":
-        """Returns the log of a run by its resolved config: of `servers` in addition to `topology.server_keys`; `options` as above."""
+        """Returns the log of a run from its resolved config. `servers` are added to `topology.server_keys`; `options` are arguments of the class."""
         answering, invited = frozenset({*config.topology.server_keys, *servers}), config.topology.workers
         open_steps = task_schedule.num_open_steps(config)
         return cls(bands, servers=answering, invited=invited, open_steps=open_steps, **options)
@@ -159,7 +159,9 @@ class EvidenceLog:
                     f"{deviation}; the first {PROBATION} rollouts of a new worker are evidence only, and train nothing"
                 )
                 self._tell(NEWCOMERS, line)
-                found = checks.Verdict(Reason.NEWCOMER, f"{deviation}, and this one has too few rollouts to tell")
+                found = checks.Verdict(
+                    Reason.NEWCOMER, f"{deviation}, and this worker has too few rollouts to be judged alone"
+                )
         self._tell_all()
         return found
 
@@ -183,7 +185,7 @@ class EvidenceLog:
             return {"records": tests, "counted": counted, "groups": self._peers.state()}
 
     def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = (), groups: dict | None = None) -> None:
-        """Replaces all tests by `records` of a `state`, and the samples and open groups so far by its others."""
+        """Replaces all evidence by that of an earlier `state`: the tests (`records`), the counted samples, and the open groups (None: keep them)."""
         with self._lock:
             if groups is not None:
                 self._peers = peers.Peers.restored(groups, self._open_steps)
@@ -262,7 +264,11 @@ def server_at_fault(
     rules: rules_lib.Rules,
     registered: Collection[str],
 ) -> str:
-    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is. `rules` are of its lease."""
+    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is.
+
+    `verdict` is the reason of the refusal, `rules` are those of the group's lease, and `registered` the public keys of the run's
+    servers.
+    """
     if verdict.reason not in OF_SERVERS or not (server := server_of(rollouts, registered)):
         return ""
     if verdict.reason == Reason.VERSIONS and any(checks.is_excluded(rollout, rules) for rollout in rollouts):

@@ -43,7 +43,7 @@ OTHER_TEXTS = 256  # proofs at most that are compared with another text's hidden
 
 @dataclasses.dataclass
 class Measured:
-    """Honest rollouts of one pair of backends, with the differences from their replay."""
+    """Honest rollouts of one pair of backends (sampler and validator), with the differences from their replay."""
 
     is_unnamed: bool = False  # of an MoE model, and the experts are those of the replay
     by_group: dict[tuple, list[sequential_test.Evidence]] = dataclasses.field(

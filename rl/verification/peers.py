@@ -37,7 +37,7 @@ class _Group:
 class Peers:
     """The groups of the steps that are not over, with the statistics of their claims. Not thread-safe.
 
-    A step is over once a group of `open_steps` steps later arrives: a forger that is later than that is not compared.
+    A step is over once a group of `open_steps` steps later arrives. Groups that arrive after their step is over are not compared.
     """
 
     def __init__(self, open_steps: int = OPEN_STEPS):
@@ -80,7 +80,7 @@ class Peers:
 
     @classmethod
     def restored(cls, state: dict, open_steps: int = OPEN_STEPS) -> "Peers":
-        """Returns the groups of `state`; of an empty one, none."""
+        """Returns the groups in a result of `state`; an empty state gives no groups."""
         peers = cls(open_steps)
         peers._over = state.get("over", -1)
         for step, group, worker, statistics, is_verified in state.get("groups", ()):
@@ -89,7 +89,10 @@ class Peers:
 
 
 def log_bets(own_kK: np.ndarray, others_NK: np.ndarray) -> np.ndarray:
-    """Returns log bets [K len(TILTS)] that a worker's groups rank higher or lower among others than chance explains."""
+    """Returns log bets [K len(TILTS)] that a worker's groups rank higher or lower among those of others than chance explains.
+
+    `own_kK` and `others_NK` have K statistics of each group: k of the worker, N of others.
+    """
     num_own = len(own_kK)
     bets = []
     for values in np.concatenate([own_kK, others_NK]).T:

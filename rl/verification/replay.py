@@ -61,7 +61,7 @@ class Replayed:
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray  # the states that predict the tokens
     kept_gap_N: np.ndarray | None = None  # nats by which the claimed kept set misses the filters'; None without claims
-    gap_T: np.ndarray | None = None  # largest router margin of all layers, but for the last token; None without experts
+    gap_T: np.ndarray | None = None  # largest router margin of all layers, without the last token; None without experts
     proofs: Sequence[toploc.ProofResult] = ()
 
     @property
@@ -460,11 +460,12 @@ def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, ja
 
 
 def kept_gap(logits_SV: jax.Array, is_kept_SV: jax.Array, filters: dict) -> jax.Array:
-    """Returns [S]: nats by which logits would have to change for the filters to keep exactly the claimed entries; 0 if they do.
+    """Returns [S]: by how many nats logits would have to change for the filters to keep exactly the claimed entries; 0 if they do.
 
-    It is the largest of three misses: of an entry left out that is likelier than one kept; of the least likely entry kept, by the
-    filter that it misses most; of the likeliest one left out, by the filter that it misses least. A mass m is log(m / (1 - m)) in nats.
-    The mass before an entry is that of likelier ones alone, within that of the first k.
+    The gap is the largest of three misses. (1) An entry that was left out is likelier than one that was kept. (2) The least likely kept
+    entry misses a filter; the filter that it misses most counts. (3) The likeliest entry that was left out passes all filters; the
+    filter that it passes by least counts. A mass m is log(m / (1 - m)) in nats. The mass before an entry is that of likelier entries
+    alone, within the first k.
     """
     V = logits_SV.shape[-1]
     lowest_S1 = jnp.where(is_kept_SV, logits_SV, jnp.inf).min(axis=-1, keepdims=True)

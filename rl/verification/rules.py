@@ -94,7 +94,7 @@ class Rules:
 
     @property
     def max_samples(self) -> int:
-        """The number of samples in the largest training group; a step may lack environments of a mix."""
+        """The number of samples in the largest training group of step 1, over all environments."""
         groups = (group for rules in self.each for group in rules.groups(1).values())
         return max((group.num_samples for group in groups), default=0)
 

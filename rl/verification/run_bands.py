@@ -60,7 +60,7 @@ class RunBands:
         file: str = "",
         on_note: Callable[[str], None] = lambda line: None,
     ) -> "RunBands":
-        """Returns those of a run: of `file`, else of `trust.bands`. Raises ValueError for a file that cannot be read."""
+        """Returns the tolerance and bands of a run from `file`, else from `trust.bands`. Raises ValueError for a file that cannot be read."""
         own, name = frozenset(own), file or config.trust.bands
         loosest = dataclasses.replace(loose(config, "bfloat16"), proofs=toploc.LOOSEST)
         if name != AUTO:
@@ -91,9 +91,10 @@ class RunBands:
         return self.file is None or bool(self.bands)
 
     def add(self, replayed: Sequence[replay.Replayed]) -> bool:
-        """Adds accepted replays by the workers that handed them in. Returns True if that completes the measurement.
+        """Adds accepted replays to the measurement, if it goes on. Returns True if they complete it.
 
-        A stranger could choose among the samples of an own server, and an invited worker may use one that is only registered.
+        Only rollouts of workers in `measured_from` are measured. A stranger could choose among the samples of an own server, and an
+        invited worker may use a server that is only registered.
         """
         if not self.is_measuring:
             return False
@@ -166,7 +167,9 @@ def load(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test
         if not (
             min(*limits, bands.spread, bands.scatter, bands.alone) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS
         ):
-            raise ValueError(f"the tolerance bands are not numbers above 0, and {sequential_test.TIE_WIDTHS} for ties")
+            raise ValueError(
+                f"the tolerance bands must be numbers above 0, with {sequential_test.TIE_WIDTHS} of them for ties"
+            )
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error

@@ -103,7 +103,7 @@ class Bands:
         return np.clip(error_N / self.logprob, -1, 1)
 
     def classes(self, gap_N: np.ndarray) -> np.ndarray:
-        """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is wider than a tie."""
+        """Returns the class of each token by the gap between its two best tokens: 0 for the widest ties, up to TIE_WIDTHS - 1; -1 if it is not a tie."""
         if not self.tie_span:
             return np.full(len(gap_N), -1)
         steps_N = np.floor(2 * np.log2(self.tie_span / np.maximum(gap_N, 1e-30)))
@@ -204,12 +204,12 @@ class SequentialTest:
 
 
 def log_start(n: int) -> float:
-    """Returns the log of the capital that bets have which start with addition n (1-based)."""
+    """Returns the log of the starting capital of the bets that begin with addition `n` (1-based). Over all n, the capital sums to 1."""
     return math.log(START_SPAN / ((n + START_SPAN - 1) * (n + START_SPAN)))
 
 
 def scales(doubt_N: np.ndarray, floor: float) -> np.ndarray:
-    """Returns the scale of the error of each token's log-probability: logits that err alike move a likely token's by (1 - p) as much."""
+    """Returns the scale of each token's error, min(1 - p + floor, 1): if all logits err alike, its log-probability changes by 1 - p as much."""
     return np.minimum(doubt_N + floor, 1)
 
 
@@ -258,7 +258,7 @@ def alone(bands: Bands, one: Evidence) -> dict[str, float]:
 
 def _mean_gains(x_S: np.ndarray, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
-    mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets for ever
+    mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets forever
     return np.log1p(np.array(BETS) * (mean - m) / m)
 
 
@@ -321,7 +321,10 @@ def deviation(context_N: np.ndarray, weight_N: np.ndarray | None = None) -> floa
 
 
 def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
-    """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
+    """Returns the rewards of a group's samples less a baseline, chosen so that their mean over tokens is 0; `counts` has the tokens of each sample.
+
+    An equal shift of all errors then favors no sample. Rewards that differ within the tolerance count as equal.
+    """
     advantages = np.array(rewards) - np.mean(rewards)
     # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
     advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())

@@ -226,10 +226,10 @@ def _whole_episodes(
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[..., transformer.Params]:
-    """Returns a function (version, epoch, None: any) -> params, which it pulls from `root`, a directory or URL.
+    """Returns a function (version, epoch) -> params that pulls policies from `root`, a directory or URL. An epoch of None accepts any.
 
-    `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep`
-    versions, until a resumed run has published one again. Threads that call it take turns.
+    `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep` versions,
+    until a resumed run has published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, broadcast.Pulled]] = {}
     lock = threading.Lock()
@@ -312,9 +312,9 @@ def check_kind(config, env: environment.Environment) -> None:
     has_strangers = config.topology.mode == "remote" and admission != "invited"
     kinds, allowed = environment.KINDS, config.trust.environments
     if has_strangers and kinds.index(env.kind) > kinds.index(allowed):
-        found = f"environment {env.name} is of kind {env.kind!r}, and trust.environments = {allowed!r}"
-        remedy = f"set it to {env.kind!r}, or trust.admission = 'invited'"
-        raise ValueError(f"{found} is the most that workers of strangers may run; {remedy}")
+        found = f"environment {env.name} is of kind {env.kind!r}, but workers of strangers may run kinds up to trust.environments = {allowed!r}"
+        remedy = f"set that to {env.kind!r}, or set trust.admission = 'invited'"
+        raise ValueError(f"{found}; {remedy}")
 
 
 def _replayer(config, env: environment.Environment, tokenizer, name: str, options: dict, own: dict, stack) -> Callable:

@@ -40,7 +40,8 @@ class HostCopy:
 class Plan:
     """A version to be written: a snapshot if `writes_arrays`; deltas if `before` is given, the manifest of the base version.
 
-    The arrays of `fixed` tensors are not read: they are those of the snapshot of manifest `same`, whose files this version links.
+    Tensors in `fixed` never change. If `same`, the manifest of an earlier snapshot, is given, this version links the files of these
+    tensors there and does not read their arrays.
     """
 
     version: int

@@ -71,7 +71,10 @@ class HeadWriter:
         self._write(self.epoch, [*others, head_lib.Entry.of(data, self.epoch, version)])
 
     def forget(self, first: int, existing: Collection[int]) -> None:
-        """Begins an epoch, if there is anything to resume, that does not list the versions from `first` on."""
+        """Begins an epoch that does not list the versions from `first` on. Does nothing if there is neither a head nor a complete version.
+
+        `existing` are the complete versions under the root.
+        """
         head = self._read()
         if head is None and not existing:
             return

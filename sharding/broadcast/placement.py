@@ -118,7 +118,7 @@ def _whole(transfer: Callable[[memoryview], int], array: np.ndarray) -> None:
 def staged(target: manifest.Manifest, shardings: Any) -> tuple[*Placement, int]:
     """Returns the placement of `on_devices` with `Staged` leaves, which are put on the devices later, and a limit of bytes in flight.
 
-    They wait in memory. If that is also the devices' memory, as on a CPU, large versions wait in a file without a name, and are
+    Staged leaves wait in host memory. On a CPU, where that is the devices' memory, too, large versions wait in an unnamed file, and are
     read a few rows at a time.
     """
     requests, place = on_devices(target, shardings)

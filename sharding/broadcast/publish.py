@@ -66,10 +66,11 @@ class Publisher:
     """Publishes the weights of a run: a complete snapshot every `snapshot_every` versions, and deltas in between.
 
     Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
-    `snapshot_every=1` writes all snapshots, and without `fixed` tensors no deltas, and keeps no copy. Within a `with` block, the head is signed again before it expires.
+    `snapshot_every=1`, every version is a snapshot, without a copy unless tensors are `fixed`. Within a `with` block, the head is
+    signed again before it expires.
 
-    Tensors below `fixed`, a name in the tree, never change: only the first version that this publisher writes reads and stores them,
-    later snapshots link its files, unless these were removed, and no copy of them is kept.
+    Tensors below `fixed`, a name in the tree, never change. Only the first version that this publisher writes reads and stores them.
+    Later snapshots link the files of that version, unless these were removed. The publisher keeps no copy of these tensors.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ FILE_S = 3600.0  # for one file
 def downloaded(url: str, names: Sequence[str] = ("*",)) -> pathlib.Path:
     """Returns the local copy of a folder in a bucket, with its newest files that match `names`, which are patterns.
 
-    Of a run's working directory, these are the files of its newest state. Raises ValueError if there are no such files.
+    For the working directory of a run, these are the files of its newest state. Raises ValueError if there are no such files.
     """
     bucket = storage.Storage(url.rstrip("/"))
     if bucket.read(mirror.HEAD, storage.START_S)[0] is not None:

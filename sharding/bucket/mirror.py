@@ -74,7 +74,7 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes, url: str) -> "Head":
-        """Returns the head in `data`. Raises ValueError if it is none."""
+        """Returns the head in `data`. Raises ValueError for any other content; `url` names the place in the message."""
         try:
             fields = json.loads(data)
             if fields.pop("format") != 1 or (fields["manifest"] != "" and not text_lib.is_hex(fields["manifest"])):
@@ -102,7 +102,8 @@ def local_folder(workdir: str | os.PathLike) -> pathlib.Path:
 def mirrored(workdir: str | os.PathLike, *, with_batches: bool = False) -> Iterator[None]:
     """Keeps `local_folder(workdir)` and the bucket in step during the block. Does nothing for a path.
 
-    With `with_batches`, a restore includes the batches of earlier steps, for a run that will redact them. The caller has locked the folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if it does not answer.
+    With `with_batches`, a restore includes the batches of earlier steps, for a run that will redact them. The caller has locked the
+    folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if the bucket does not answer.
     """
     if not storage.is_url(workdir):
         yield
@@ -135,10 +136,11 @@ def check(folder: pathlib.Path) -> None:
 
 
 def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_optional: bool = False) -> pathlib.Path:
-    """Returns a local folder to read a working directory from, with its newest files that match patterns such as "checkpoints/*".
+    """Returns a local folder with the newest files of a working directory that match patterns such as "checkpoints/*".
 
-    It is `workdir` itself if it is a path, and the folder of the run if that is on this machine. Else it is a copy that no other process
-    changes until this one ends. Without a run there, raises ValueError, or returns a folder without files if it `is_optional`.
+    For a path, the folder is `workdir` itself. For a bucket, it is the run's own folder if the run is on this machine and the folder is
+    whole; else a copy that no other process changes until this one ends. If the bucket has no run, raises ValueError, or with
+    `is_optional` returns a folder without files.
     """
     folder = local_folder(workdir)
     if not storage.is_url(workdir):
@@ -202,7 +204,7 @@ class Mirror:
         self._saves = threading.Thread(target=self._guarded, args=(self._save_all,), name="bucket", daemon=True)
 
     def open(self, *, with_batches: bool = False) -> None:
-        """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror."""
+        """Takes the run over and starts to mirror. Restores the newest state, earlier batches only `with_batches`, if the folder does not have it."""
         patience_s = storage.START_S
         data, self._generation = self._storage.read(HEAD, patience_s)
         if data is None:

@@ -7,7 +7,7 @@
 3. A manifest lists all files with their blocks. It is an object, too, and the state exists once another object names it (mirror.py).
 4. `restore` verifies each block, and keeps the files that a restore before it has finished.
 
-The files under a name are replaced or appended to, but not changed in place, but for databases (`*.db`, of SQLite).
+The files under a name are replaced or appended to, but not changed in place, except databases (`*.db`, of SQLite).
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def encode(files: Mapping[str, File], beat: int) -> bytes:
 
 
 def parse(data: bytes, place: str) -> dict[str, File]:
-    """Returns the files of the manifest `data`, read from `place`. Raises CorruptSource if it is none."""
+    """Returns the files of the manifest `data`, read from `place`. Raises CorruptSource for any other content."""
     try:
         fields = json.loads(data)
         if fields["format"] != 1:

@@ -84,14 +84,14 @@ class Storage:
     def read_new(
         self, key: str, known: bytes | None, patience_s: float | None, try_s: float
     ) -> tuple[bytes | None, bytes]:
-        """Returns (the bytes of an object, or None if its generation is `known`; its generation)."""
+        """Returns (the bytes of an object, or None if its generation is `known`; its generation). Each attempt may take `try_s` seconds."""
         found = self._answer(lambda: self._store.read(key, if_not_equal=known), patience_s, try_s)
         if found.state == "missing":
             raise FileNotFoundError(f"{self.url}/{key} was deleted during the download; start again")
         return (found.value if found.state == "value" else None), found.stamp.generation
 
     def write(self, key: str, data: bytes, *, replaces: Any = None, patience_s: float | None = None) -> Any:
-        """Writes an object, if `replaces` is its generation or None. Returns the new generation, or None if another was there."""
+        """Writes an object, if its generation is still `replaces` or that is None. Returns the new generation, or None if the object had another one."""
         try_s = TRY_S + len(data) / SLOWEST
         written = self._answer(lambda: self._store.write(key, data, if_equal=replaces), patience_s, try_s)
         return written.generation or None

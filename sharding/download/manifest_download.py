@@ -34,7 +34,11 @@ class Proof:
 
 
 class ManifestDownload:
-    """The download of the manifest of `version`: with a `trusted` key of that in its head, else of any that the only relay has. Call `run` once."""
+    """The download of the manifest of `version` from several relays. Call `run` once.
+
+    With `trusted`, only the manifest that its head lists is accepted. Without it, there must be one relay, and any manifest of the
+    version is accepted.
+    """
 
     def __init__(
         self,

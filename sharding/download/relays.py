@@ -71,9 +71,9 @@ class Relays:
         return head
 
     def versions(self) -> list[int]:
-        """Returns the complete versions, ascending, without a newest one whose manifest no relay delivers.
+        """Returns the complete versions, ascending. Leaves out the newest one if no relay delivers its manifest yet.
 
-        Raises Unavailable or CorruptSource. No relay can hide another's versions.
+        Raises Unavailable, CorruptSource, or FileNotFoundError. No relay can hide the versions of another relay.
         """
         head, versions = self.head(), list(self._union().complete)
         try:

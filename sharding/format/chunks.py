@@ -38,7 +38,7 @@ def check_array(name: str, leaf: Any) -> None:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Returns True if no float has the exponent of infinity: compared as integers, since numpy has no fast test of bfloat16."""
+    """Returns True if no element is NaN or infinite. Compares bits as integers, since numpy has no fast test of bfloat16."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return True
     bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")

@@ -371,7 +371,7 @@ def sign(
     writing: int | None = None,
     roots: Iterable[bytes] = (),
 ) -> bytes:
-    """Returns the bytes of a head.jsonl that lists `entries`. `roots` are the lines of a root file after its first."""
+    """Returns the bytes of a head.jsonl that lists `entries`; `roots` are lines of a root file after its first, and the others fields of `Head`."""
     until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)
     targets = Targets(version=serial, expires=roots_lib.NEVER)
     for entry in entries:

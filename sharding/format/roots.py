@@ -29,7 +29,7 @@ NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
     """Returns (the root that a key in hex or a root file names, True if it is a file, whose later roots heads bring).
 
-    Of a root file, returns the newest root, or with `first` the oldest.
+    For a root file, returns the newest root, or with `first` the oldest.
     """
     if text_lib.is_hex(str(name)):
         return root_of(str(name)), False
@@ -92,10 +92,10 @@ def amend(
     online: Sequence[str] = (),
     root: Sequence[str] = (),
 ) -> bytes:
-    """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`.
+    """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`. The new root expires at `expires_s` (Unix time).
 
-    `online` and `root` are the hex public keys that have these roles from now on, each alone: others are revoked. Empty
-    ones stay as they were. Raises ValueError.
+    `online` and `root` are the hex public keys that have these roles from now on, each alone: others are revoked. Empty ones stay as
+    they were. Raises ValueError.
     """
     before = read(data)[-1].signed if data else Root(version=1, expires=NEVER)
     until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)

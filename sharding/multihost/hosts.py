@@ -46,7 +46,7 @@ class Hosts:
 
     @property
     def address(self) -> str:
-        """The IP address of this host by which it is connected to the others; 127.0.0.1 for a process alone."""
+        """The IP address of this host on its connection to another host; 127.0.0.1 for a process alone."""
         return next((connection.own_address for connection in self._connections.values()), "127.0.0.1")
 
     @property
@@ -90,7 +90,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
-        """During the block, the first SIGTERM of each host sets `is_terminating` on host 0, which saves and ends; a second one of a host ends all."""
+        """A host's first SIGTERM in the block sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately."""
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None

@@ -50,9 +50,9 @@ class Plan:
             self._remove_replaced()
 
     def serve_head(self) -> None:
-        """Serves the newest head, once its newest version is here, or if it begins an epoch. Without `trusted`, that of the upstream.
+        """Serves the newest head once its newest version is complete here, or immediately if the head begins an epoch.
 
-        The versions that it replaces are deleted first.
+        Without `trusted`, serves the head of the upstream. Deletes the versions that the head replaces first.
         """
         self._remove_replaced()
         head = self._head
@@ -72,7 +72,7 @@ class Plan:
     def update(self, proofs: dict[int, manifest_download.Proof], followed: int | None) -> None:
         """Takes the versions that the upstream has proven, and the one that is followed; deletes versions that are not needed.
 
-        Among them is one that was published again without a head.
+        A version that was published again without a head is deleted, too.
         """
         self.proofs = {n: proof for n, proof in proofs.items() if self.is_current(n, proof.sha256)}
         self._remove_replaced()

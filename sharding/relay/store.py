@@ -126,7 +126,7 @@ class Store:
         return num_bad
 
     def set_head(self, data: bytes, *, write: bool) -> None:
-        """Serves the bytes of a signed head from now on; `write` keeps them on disk, where a verifier does not."""
+        """Serves the bytes of a signed head from now on. With `write`, also writes them to disk, which a verifier with a floor does itself."""
         with self.lock:
             if data != self.head:
                 if write and not self.in_place:
@@ -169,10 +169,10 @@ class Store:
     def add(
         self, number: int, entry: journal.Object, data: bytes | memoryview | pathlib.Path | None, num_removals: int
     ) -> None:
-        """Makes a verified object available to clients; first writes `data`, or links that file, unless None. Raises OSError if the disk is full.
+        """Makes a verified object available to clients. Before that, writes `data`, or links that file; None: the object is on disk already.
 
-        Raises NotNeeded if the version is complete or `num_removals`, that of the time at which the download began, has grown: the
-        number may stand for another version by now.
+        Raises NotNeeded if the version is complete, or if more than `num_removals` versions of that number were removed, the count when
+        the download began: the number may stand for another version by now. Raises OSError if the disk is full.
         """
         with self.lock:
             if num_removals != self._num_removals[number]:

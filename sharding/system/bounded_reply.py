@@ -38,8 +38,8 @@ async def fetch(
 ) -> httpx.Response:
     """Returns the reply to a request, with a body of at most `max_bytes` that came within `limit_s`; `options` are those of httpx.
 
-    Without `limit_s`, the body may take `body_s` after the head: aiohttp waits without end for the rest of a malformed one.
-    Raises httpx.RequestError for another reply. Compressed ones are refused: a few bytes of them may become many.
+    Without `limit_s`, the body may take `body_s` seconds after the head (None: BODY_S). Raises httpx.RequestError for any
+    other reply. Compressed replies are refused, because a few bytes may decompress to many.
     """
     headers = {"accept-encoding": "identity"} | options.pop("headers", {})
     body, most_s = bytearray(), limit_s or body_s or BODY_S

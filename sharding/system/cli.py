@@ -151,7 +151,7 @@ def _print_status(read: Callable[[], tuple[Mapping[str, float], str]], period_s:
 
 
 def status(counts: Mapping[str, float], before: Mapping[str, float], seconds: float, waiting_for: str) -> str:
-    """Returns a line such as "groups 120 (3.4/s), tokens 5,100 (170.0/s); waiting for a group"."""
+    """Returns a line such as "groups 120 (3.4/s); waiting for a group" from the `counts` now and those `seconds` `before`."""
     rates = {name: (count - before.get(name, 0)) / seconds for name, count in counts.items()}
     parts = [f"{name} {counts[name]:,.0f} ({rate:,.1f}/s)" for name, rate in rates.items()]
     return ", ".join(parts) + (f"; waiting for {waiting_for}" if waiting_for else "")

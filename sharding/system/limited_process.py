@@ -252,7 +252,7 @@ def serve(
       load: reads and imports the foreign code and its files, with all rights of the user.
       rehearse: runs once with all rights, because imports happen at first use, and once without: it must not need them.
       answer: returns the reply to a request. MemoryError ends the child.
-      max_growth_bytes: of address space, from when `load` is done.
+      max_growth_bytes: the most bytes by which the address space may grow after `load`.
       patience_s: ends a child that waits for longer and whose parent is gone.
       describe: makes the text of an error before the first request.
     """

@@ -120,7 +120,7 @@ def enter() -> list[str]:
 
 
 def enter_with_folder(folder: str, readable: Iterable[str]) -> list[str]:
-    """Takes the rights away, but for reading `readable` and writing files in `folder`. Returns the rights that stay, as `enter`."""
+    """Takes the rights away, except those to read `readable` and to write files in `folder`. Returns the rights that stay, as `enter` does."""
     return _enter([*readable], folder)
 
 

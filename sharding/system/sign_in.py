@@ -2,7 +2,7 @@
 
 1. `GET /run` names the run and the session of its orchestrator, signed by the run's key.
 2. Each heartbeat reports the state of this node; the signed reply names the newest policy and the interval.
-3. An orchestrator that is away or was started again is asked for ever, with growing pauses: a node outlives its learner.
+3. An orchestrator that is away or was started again is asked forever, with growing pauses: a node outlives its learner.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ ENDED = "the run ended; this node waits in case it goes on, until Ctrl-C"
 
 
 class Orchestrator:
-    """The orchestrator at a URL as the holder of a key asks it. `run` is the public key of its run in hex; "": that of the first reply."""
+    """A client that signs its requests to an orchestrator. `run` is the run's public key in hex; "": the run that signs the first reply."""
 
     def __init__(self, url: str, private: ed25519.Ed25519PrivateKey, run: str = "", *, timeout_s: float = TIMEOUT_S):
         self.url, self._private, self.run, self._session = url.rstrip("/"), private, run, ""
@@ -56,7 +56,7 @@ class Orchestrator:
             self._session = ""
             if isinstance(error, OSError | ValueError):
                 raise
-            raise OSError(f"its reply is none of HTTP and JSON: {str(error)[:80]!r}") from error
+            raise OSError(f"its reply is not JSON over HTTP: {str(error)[:80]!r}") from error
 
     def _post(self, path: str, message: dict | None = None) -> dict:
         data = None if message is None else json.dumps(message).encode()

@@ -49,7 +49,7 @@ def steady_time() -> float:
 
 
 def request(private: ed25519.Ed25519PrivateKey, run: str, session: str, *, clock=steady_time, **fields) -> dict:
-    """Returns the signed JSON body of a request with these fields besides those that bind it."""
+    """Returns the signed JSON body of a request: `fields`, and those that bind it to a key, a run, a session, and a time."""
     signer = private.public_key().public_bytes_raw().hex()
     bound = {"run": run, "session": session, "worker": signer, "time_us": int(clock() * 1e6)}
     return sign(private, bound | fields)

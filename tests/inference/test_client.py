@@ -415,7 +415,7 @@ def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
     [
         ({"choices": [choice(token_ids=[5, 6, 7], policy_versions=[[3, 2]])]}, "3 tokens, 3 logprobs and 2 versions"),
         ({"choices": [choice(logprobs={"content": []})]}, "3 tokens, 0 logprobs and 3 versions"),
-        ({"choices": [choice(policy_versions=[[3, 2 * 10**9]])]}, "for more than those"),
+        ({"choices": [choice(policy_versions=[[3, 2 * 10**9]])]}, "are for more"),
         ({"choices": [choice(policy_versions=[[3, -1], [3, 4]])]}, "not an integer in"),
         ({"choices": [choice(policy_versions=[["3", 3]])]}, "not an integer in"),
         ({"choices": [choice(policy_versions=[3, 3, 3])]}, "malformed reply"),

@@ -133,7 +133,7 @@ LOST = {(None, None): {"ledger", "manifest"}} | {(step, None): {"batch"} for ste
         (flip_byte(f"weights/v{STEPS:08d}/manifest.json"), {(None, None): {"manifest"}}, ""),
         (flip_byte("ledger.db", b'"kind":"verdict"'), None, "is bad at entry"),
         *(
-            (drop(kind), LOST, "missing: the next entry has number")
+            (drop(kind), LOST, "entry missing: the next entry has number")
             for kind in ("lease", "submission", "verdict", "batch")
         ),
     ],

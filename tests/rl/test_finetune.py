@@ -95,7 +95,7 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
         (
             {"model.num_layers": 3},
             1,
-            "error: model.num_layers = 3 but .* has 2: its parameters do not fit; leave these fields out",
+            "error: model.num_layers = 3 but .* has 2: the checkpoint's parameters do not fit; leave these fields out",
         ),
     ],
 )

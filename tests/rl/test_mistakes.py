@@ -78,7 +78,7 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
         (["rl.orchestrator"], "set topology.mode = 'remote'"),
         ([*APART, "--metrics=x"], "the address of metrics is 'x'; give PORT, or HOST:PORT"),
         ([*APART, "--control=nonsense:70000"], "write HOST:PORT, or ./nonsense:70000 for a path"),
-        (["rl.export", "--output=x", "--config.mesh.fsdp=7"], "as by --config.mesh.fsdp=-1 --config.mesh.tensor=1"),
+        (["rl.export", "--output=x", "--config.mesh.fsdp=7"], "as in --config.mesh.fsdp=-1 --config.mesh.tensor=1"),
         (["rl.export", "--output=s3://b/x"], "export to a folder, and copy that to the bucket"),
         ([*APART, "--workdir=file:///nowhere/run"], "give the orchestrator a local folder"),
         (["rl.swarm", "--servers=0"], "--servers=0 is not in 1..32; change it"),

@@ -107,7 +107,9 @@ def load(name: str, /, **options) -> environment.Environment:
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise ValueError(f"environment {name} cannot be built: {user_code.describe(error)}; correct it") from error
     if not isinstance(made, environment.Environment):
-        raise ValueError(f"environment {name} is {type(made).__name__}; return a rl.envs.environment.Environment")
+        raise ValueError(
+            f"the builder of environment {name} returned {type(made).__name__}; return a rl.envs.environment.Environment"
+        )
     return environment.checked(dataclasses.replace(made, name=name))
 
 

@@ -45,9 +45,10 @@ def of_environment(
     digest: str = "",
     on_error: scorer_lib.Log = cli.note,
 ) -> "host_lib.Plays":
-    """Returns the host of an environment's episodes. `limit_s` is that of a step, as for `host.Host`; name and options are located.
+    """Returns the host of an environment's episodes: a `ForeignHost` for an environment of another framework, else a `Host`.
 
-    Raises ValueError for an environment of another framework that cannot be isolated if `sandbox` is "require".
+    `limit_s` is the CPU seconds of one step, as for `host.Host`. `name` and `options` are located (`catalog.locate`). Raises ValueError
+    for an environment of another framework that cannot be isolated if `sandbox` is "require".
     """
     if env.foreign is None:
         own = {"limit_s": limit_s, "sandbox": sandbox, "digest": digest, "on_error": on_error}
@@ -60,8 +61,8 @@ class ForeignHost:
     """Plays episodes of one environment, many at the same time. All methods run in one event loop.
 
     Args:
-      foreign: the field of the environment.
-      tokenizer: that of the sessions.
+      foreign: the environment's field `foreign`.
+      tokenizer: the tokenizer of the sessions.
       limit_s: CPU seconds of an episode.
       sandbox: isolate the process (isolation.py), one of `sharding.system.sandbox.MODES`.
       on_error: called with a line of text for the first episode of each kind that fails.

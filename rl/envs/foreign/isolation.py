@@ -30,7 +30,10 @@ SPACES += ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
 
 
 def command(package: package_lib.Package, options: Mapping[str, Any], folder: str, socket: str) -> list[str]:
-    """Returns the command to put before that of the process. `folder` is the process's own, and `socket` the path of the model's endpoint."""
+    """Returns the prefix of a command (bubblewrap) that isolates the process of a package.
+
+    `folder` is the only folder that the process may write, and its current one. `socket` is the path of the model's endpoint.
+    """
     mounts = []
     for path in SYSTEM:
         mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
@@ -56,7 +59,7 @@ def is_possible(package: package_lib.Package, mode: str, note: Callable[[str], N
     if reason:
         found = f"environment {package.name} runs without a sandbox: {reason}"
         if mode == "require":
-            raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that: use 'auto'")
+            raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that; use 'auto'")
         note(found)
     return not reason
 

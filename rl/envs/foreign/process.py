@@ -50,7 +50,7 @@ class Broken(ValueError):
 
 
 class Died(Broken):
-    """Raised for the episodes of a process that ended after it had loaded the environment. The next one starts it again."""
+    """Raised for the running episodes when the process ends after it has loaded the environment. The next episode starts the process again."""
 
 
 class ForeignProcess:
@@ -59,9 +59,9 @@ class ForeignProcess:
     Args:
       package: the environment as installed.
       options: keyword arguments of its loader.
-      seed: of the global generators of random numbers, together with each task.
+      seed: seeds Python's global random generators, together with the task, at the start of each episode.
       limit_s: CPU seconds of an episode.
-      unix_path: of the endpoint that `base_url` names, if the process is isolated.
+      unix_path: socket of the endpoint that `base_url` names, if the process is isolated; else "".
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class Host:
 
     Args:
       name, options, seed, sandbox, on_error, digest: as for `rl.envs.scoring.scorer.Scorer`.
-      kind: of the environment, one of `environment.KINDS`.
+      kind: the kind of the environment, one of `environment.KINDS`.
       limit_s: CPU seconds for one step of an episode. Programs of the model have limits in proportion (rl/envs/sandbox/limits.py).
     """
 

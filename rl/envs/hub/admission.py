@@ -25,9 +25,8 @@ def check(
 ) -> dict:
     """Returns the unsigned report on an environment. `plan.name` is as in `catalog.load`; `code` are folders to import from.
 
-    `on_stage` is called with a line for people on each step that begins.
-
-    Raises ValueError if the environment does not exist. An environment that fails, hangs, or crashes has a report.
+    `floor` is the largest mean reward that completions without an answer may earn. `on_stage` is called with a line for people on each
+    step that begins. Raises ValueError if the environment does not exist. An environment that fails, hangs, or crashes has a report.
     """
     name = plan.name
     located, options = catalog.locate(name, plan.options)

@@ -195,7 +195,7 @@ def _install(args, options: dict) -> int:
     if args.name.partition(":")[0] in package_lib.FRAMEWORKS:
         return _install_framework(args)
     if not args.index:
-        raise ValueError("--index is missing: pass the path or URL of an index")
+        raise ValueError("--index is missing; pass the path or URL of an index")
     if not args.signer:
         signer = index_lib.read(args.index).signer
         raise ValueError(f"--signer is missing: the index is signed by {signer}; pass this key if you trust its owner")

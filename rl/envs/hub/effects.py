@@ -81,7 +81,7 @@ class Effects:
 
 
 def watch(readable: Iterable[str]) -> Effects:
-    """Returns the effects of this process from now on. Files beneath `readable` may be read without a note."""
+    """Records this process's effects (files, network, sleeps) from now on; returns the record. Files beneath `readable` need no note."""
     effects = Effects(readable)
     sys.addaudithook(effects.hook)
     sleep, pause = time.sleep, asyncio.sleep

@@ -72,7 +72,7 @@ def read(place: str, signer: str = "") -> Index:
         raise ValueError(f"{place} is not an index of the format {FORMAT}; correct --index")
     if not signed_message.is_signed(found["signer"], found):
         raise ValueError(
-            f"{place}: its signature is not of {found['signer'][:16]}: it was changed; get the index again"
+            f"{place}: the signature of {found['signer'][:16]} does not fit its content; get the index again"
         )
     if signer not in ("", found["signer"]):
         raise ValueError(f"{place} is signed by {found['signer']}, not by --signer {signer}; correct one of them")
@@ -83,7 +83,7 @@ def read(place: str, signer: str = "") -> Index:
 
 
 def newest(found: Index, memory: pathlib.Path) -> Index:
-    """Returns the index, and remembers its sequence in the file `memory`. Raises ValueError if a newer index of its key was seen."""
+    """Returns the index, and remembers its sequence in the file `memory`. Raises ValueError if a newer index of the same key was seen."""
     memory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(memory):
         seen = atomic_file.read_json(memory, dict)
@@ -108,7 +108,7 @@ def add(
             if before["sha256"] == entry["sha256"]:
                 return old
             text = f"{name}@{version} is published with the wheel {before['sha256'][:16]}, and this one is {entry['sha256'][:16]}"
-            raise ValueError(f"{text}; versions do not change: raise project.version")
+            raise ValueError(f"{text}; a published version cannot change, so raise project.version")
         made = {one: dict(versions) for one, versions in old.environments.items()}
         made.setdefault(name, {})[version] = entry | {"number": old.sequence + 1}
         assert not reason_malformed(made)

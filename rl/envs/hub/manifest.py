@@ -102,7 +102,7 @@ def located(found: Manifest, root: pathlib.Path) -> str:
 
 
 def digest(found: Manifest, root: pathlib.Path, options: Mapping[str, Any]) -> str:
-    """Returns the digest of the environment with these options, as `catalog.digest` has it once the package is installed."""
+    """Returns the digest of the environment with these options, equal to `catalog.digest` once the package is installed."""
     return catalog.digest(*catalog.locate(located(found, root), dict(options)))
 
 

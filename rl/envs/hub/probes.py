@@ -40,9 +40,9 @@ CHECKS |= dict.fromkeys(("prompt echoed", "last message echoed"), "statistical.g
 def of(
     env: environment.Environment, task: environment.Task, others: Sequence[environment.Task]
 ) -> dict[str, scripted_model.Policy]:
-    """Returns {name: policy} of all probes for a task. `others` are tasks whose answer should not do; GOLD is absent for a task without an answer.
+    """Returns {name: policy} of all probes for a task. `others` are further tasks, one of whose answers is tried as a wrong answer.
 
-    GOLD follows `env.demonstrate`, or gives the task's answer.
+    The probe GOLD follows `env.demonstrate`, or gives the task's answer. It is absent for a task with neither.
     """
     texts = dict(TEXTS)
     texts["prompt echoed"] = "\n".join(str(message["content"]) for message in task.messages)

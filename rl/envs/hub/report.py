@@ -69,14 +69,14 @@ def verified(found: Any, signer: str = "") -> dict:
     if not is_shaped or found.get("format") != FORMAT:
         raise ValueError(f"it is not a report of the format {FORMAT}; make one with `python -m rl.envs check --report`")
     if not signed_message.is_signed(found["signer"], found):
-        raise ValueError(f"its signature is not of {found['signer'][:16]}: it was changed; get the report again")
+        raise ValueError(f"the signature of {found['signer'][:16]} does not fit its content; get the report again")
     if signer not in ("", found["signer"]):
         raise ValueError(f"it is signed by {found['signer']}, not by {signer}; get a report of the right author")
     return found
 
 
 def passed(report: dict) -> bool:
-    """Returns True if a verified report admits the environment: its verdict, and that of its checks."""
+    """Returns True if a verified report admits the environment: its verdict is "pass", and no check of severity "fail" failed."""
     failed = [one for one in report["checks"] if one.get("status") == "fail" and one.get("severity") == "fail"]
     return report["verdict"] == "pass" and not failed and report["kind"].get("tested") in environment.KINDS
 

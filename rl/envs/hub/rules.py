@@ -51,7 +51,11 @@ class Judgement:
 
 
 def judge(first: Mapping, second: Mapping, causes: Causes, *, floor: float, limit_s: float) -> Judgement:
-    """Returns the judgement of an environment by the observations of its two trials. `causes` is called only where these differ."""
+    """Returns the judgement of an environment by the observations `first` and `second` of its two trials.
+
+    `causes` runs further trials; it is called only where the two differ. `floor` and `limit_s` are the limits of the rules on rewards
+    and on the time of a step.
+    """
     if failed := next((one for one in (first, second) if "failed" in one), None):
         return _not_run(failed)
     differ = _differences(first, second)

@@ -60,7 +60,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of a trial, on which nothing may depend."""
+    """The surroundings of a trial: time zone, user, clock, and the like. The result of an environment must not depend on them."""
 
     order: int = 1  # -1: backwards
     hash_seed: int = 0
@@ -85,7 +85,10 @@ SECOND = Surroundings(-1, 4242, "ELSE-13:45", "de_DE.UTF-8", "two", 4.2e6, sandb
 
 
 class Running:
-    """A trial that was started. `result` waits for it."""
+    """A trial of an environment, started in a child process with these surroundings. `result` waits for its end.
+
+    `code` are folders to import from. `on_stage` is called with the name of each step that begins.
+    """
 
     def __init__(
         self,

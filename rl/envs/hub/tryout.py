@@ -53,10 +53,10 @@ def play(
 
 
 def rehearse(config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
-    """Loads each environment of a run that is not ours or has rows, and plays one of each split, or scores a few completions.
+    """Loads each environment of a run. Plays a few episodes, or scores a few completions, of those that are not shipped or have rows.
 
-    Blocks for up to `REHEARSAL_S` each. `on_line` gets lines for people. Raises ValueError if an environment cannot be loaded, an
-    episode ends before it asks the model, or an empty completion cannot be scored: no worker could do better.
+    Blocks for up to `REHEARSAL_S` for each environment. `on_line` gets lines for people. Raises ValueError if an environment cannot be
+    loaded, an episode ends before it asks the model, or an empty completion cannot be scored: no worker could do better.
     """
     for entry in catalog.located(config).values():
         with entry.naming_fields():

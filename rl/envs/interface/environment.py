@@ -130,7 +130,7 @@ def asked(question: str, system_prompt: str = "") -> tuple[dict, ...]:
 
 
 def prompt_text(messages: Sequence[Mapping]) -> str:
-    """Returns the text of a prompt that decides its split: of a message alone, or JSON of all messages with all of their fields."""
+    """Returns the text whose hash decides a prompt's split: the content of a single plain message, else JSON of all messages."""
     if len(messages) == 1 and set(messages[0]) == {"role", "content"}:
         return messages[0]["content"]
     return json.dumps(messages, sort_keys=True)
@@ -157,16 +157,16 @@ def splits_of(prompts: Sequence[str], origin: str) -> dict[str, list[int]]:
 
 
 def divided(rows: Iterable, prompt_of: Callable[[Any], str], origin: str) -> dict[str, list]:
-    """Returns the rows of each split by their prompts, as `splits_of` has it."""
+    """Returns the rows of each split; `prompt_of(row)` is the prompt that decides, as in `splits_of`. Raises its ValueError."""
     rows = [*rows]
     found = splits_of([*map(prompt_of, rows)], origin)
     return {split: [rows[i] for i in numbers] for split, numbers in found.items()}
 
 
 def content_key(messages: Sequence[Mapping]) -> str:
-    """Returns the SHA-256 (hex) of a task's prompt: of the roles and texts of its messages, without system messages.
+    """Returns the SHA-256 (hex) of the roles and texts of a prompt's messages, without system messages.
 
-    A pass rate that was measured with another system prompt, or in another order of tasks, finds its task again by it.
+    A file of pass rates names tasks by this key, so that another system prompt or another order of tasks does not matter.
     """
     content = [[message["role"], message["content"]] for message in messages if message["role"] != "system"]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

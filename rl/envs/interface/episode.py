@@ -72,7 +72,7 @@ class Model(Protocol):
           messages: the whole conversation, in the form of OpenAI's API. Where it continues an earlier call of the episode, the tokens of
             that call are kept as they were sampled.
           tools: functions that the model may call, in the form of OpenAI's API.
-          max_tokens: of the reply; None, or more than the run's limit: that limit.
+          max_tokens: the most tokens of the reply; None, or more than the run's limit, takes that limit.
           number: calls of one prompt with different numbers get independent replies.
           trains: False for a model that plays another role, such as a judge: its tokens are verified, and not trained on.
         """
@@ -101,7 +101,7 @@ def conversation(
       initial_state: (task) -> anything that `reply`, `score`, and tools with a parameter `state` may change during the episode. If it
         has a method `close`, this is called at the end.
       max_turns: messages of the model after which the episode ends.
-      limits: of tool calls.
+      limits: limits of tool calls.
 
     Raises ValueError for two tools of one name.
     """

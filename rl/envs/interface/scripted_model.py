@@ -60,7 +60,7 @@ class ScriptedModel:
         number: int = 0,
         trains: bool = True,
     ) -> episode.Reply:
-        """Returns the policy's reply. A reply longer than `max_tokens` words is cut, and loses its tool calls."""
+        """Returns the policy's reply to `messages`. A reply longer than `max_tokens` words is cut, and loses its tool calls. `trains` has no effect."""
         given = json.dumps([list(messages), list(tools)])  # a copy, and an error for objects that no server takes
         if len(self.calls) >= self._max_calls or self._tokens_left <= 0:
             raise episode.BudgetSpent("the episode has no call or token left")
@@ -129,7 +129,7 @@ def _random_call(function: Mapping, rng: random.Random) -> dict:
 
 
 def random_value(schema: Mapping, rng: random.Random, depth: int = 0):
-    """Returns a random value that fits a JSON schema of the kinds that `tools.of` makes, as far as these go."""
+    """Returns a random value that fits a JSON schema. Only the kinds of schema that `tools.of` makes are understood; others count as strings."""
     if schema.get("enum"):
         return rng.choice(list(schema["enum"]))
     kind = schema.get("type", "string")

@@ -88,7 +88,7 @@ def of(function: Callable[..., Any]) -> Tool:
             continue
         owner = f"tool {function.__name__}: parameter {name!r}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{owner} has no name for the model; use plain ones")
+            raise ValueError(f"{owner} is positional-only or variadic; use a plain named parameter")
         properties[name] = _schema(hints.get(name), owner)
         if name in about:
             properties[name]["description"] = about[name]

@@ -41,7 +41,7 @@ def build(
     held_out: str = "",
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds an environment of the rows at `path`. `held_out` names the split of held-out tasks; "": as the module docstring has it.
+    """Builds an environment of the rows at `path`. `held_out` names the split of held-out tasks; "": the default of the module docstring.
 
     Raises ValueError for a missing or malformed file, a field that a row lacks, and a wrong reward. `seed` has no effect.
     """

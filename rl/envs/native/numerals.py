@@ -121,11 +121,13 @@ def expected(answer: str) -> Numeral:
     elif _TIME.search(text[found[0].end() :].lstrip()) or _TIME.search(text[: found[0].start()]):
         problem = "a time or a date"
     elif _EXPRESSION.search(rest) or (value := _numeral(found[0])) is None:
-        problem = "no single number"
+        problem = "an expression or an inexact number"
     else:
         return value
     fits = "math" if re.search(r"[\\+*^=<>≤≥±√π(\[{]|\d,", text) and problem != "a time or a date" else "exact"
-    raise ValueError(f"the answer {answer[:80]!r} is {problem} to reward 'number'; set env.options.reward = {fits!r}")
+    raise ValueError(
+        f"the answer {answer[:80]!r} is {problem}, which reward 'number' does not take; set env.options.reward = {fits!r}"
+    )
 
 
 def last_boxed(text: str) -> str | None:

@@ -51,7 +51,7 @@ def build(
     system_prompt: str = INSTRUCTION,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment of proofs with `min_steps` to `max_steps` steps, which tasks need of these `rules`, and `extra` useless premises.
+    """Builds the environment of proofs. A task needs `min_steps` to `max_steps` steps by these `rules`, and has `extra` useless premises.
 
     Raises ValueError for numbers out of order and an unknown rule.
     """

@@ -214,7 +214,7 @@ class Endpoint:
             if not (body.add_generation_prompt or body.continue_final_message):
                 raise ValueError("add_generation_prompt = false leaves the model no turn; leave it out")
         if int(getattr(body, "logprobs", 0) or 0) > 1:
-            raise ValueError(f"logprobs = {body.logprobs}, but alternatives are not recorded; send 1")
+            raise ValueError(f"logprobs = {body.logprobs} asks for alternative tokens, which are not recorded; send 1")
 
 
 class _Closed(Exception):

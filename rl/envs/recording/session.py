@@ -73,7 +73,7 @@ Backend = Callable[[Call], Awaitable[completion_lib.Completion]]
 
 
 def scripted(tokenizer: tokenizer_lib.Tokenizer, reply: Callable[[Call], str]) -> Backend:
-    """Returns a backend that answers each call with the text of a function, in place of a model."""
+    """Returns a backend, in place of a model, that answers each call with the text `reply(call)`, encoded by `tokenizer`."""
 
     async def complete(call: Call) -> completion_lib.Completion:
         tokens = [*tokenizer.encode(reply(call)), tokenizer.eos_id][: call.max_tokens]
@@ -83,7 +83,7 @@ def scripted(tokenizer: tokenizer_lib.Tokenizer, reply: Callable[[Call], str]) -
 
 
 def of_tokens(tokens: list[int], stop_ids: Collection[int]) -> completion_lib.Completion:
-    """Returns a completion of which only the tokens are known."""
+    """Returns a completion of which only the tokens are known. Its finish reason is "stop" if the last token is in `stop_ids`."""
     ending = "stop" if tokens[-1] in stop_ids else "length"
     return completion_lib.Completion(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
 
@@ -129,16 +129,17 @@ class Session:
     """The calls of one episode. All methods run in one event loop.
 
     Args:
-      tokenizer: of the policy.
+      tokenizer: the policy's.
       backend: makes the completion of a call; None with a tape. Its exceptions pass through `chat`; the call may then be repeated.
-      limits: of the episode.
-      seed: of the noise of the group's sample 0.
+      limits: limits of the episode.
+      seed: the seed of the noise of the group's sample 0.
       sample: the number of the episode in its group.
-      thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that it sends
-        back. "strip" renders the conversation again without it at each user message, which begins a stream.
+      thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that
+        it sends back. "strip" renders the conversation again without it at each user message, which begins a stream.
       tape: completions of the calls that a worker recorded. A call that is not among them raises NotOnTape.
       sampling: fields of the run that a program may repeat in its requests, such as the temperature.
-      hold_s: time that an answer from the tape takes. Calls of another process overlap only then.
+      hold_s: seconds that each answer from the tape takes, so that calls of a program in another process overlap as they did on the
+        worker.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class Session:
     async def complete_ids(
         self, prompt: Sequence[int], *, max_tokens: int | None = None, number: int = 0, trains: bool = True
     ) -> completion_lib.Completion:
-        """Returns the completion of a prompt of token IDs. Raises BudgetSpent."""
+        """Returns the completion of a prompt of token IDs; `number` and `trains` are those of `episode.Model.chat`. Raises BudgetSpent."""
         key = Call(list(prompt), 0, 0, number).key
         self._asked.add(key)
         if (recorded := self._calls.get(key)) is not None:
@@ -303,7 +304,7 @@ class Session:
 
     def _check_budget(self, key: Key, num_prompt: int) -> None:
         if num_prompt >= (most := self.limits.max_model_len):
-            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens of at most {most}")
+            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens, which leave no room in a context of {most}")
         spent = self._spent(self.num_calls, self.num_tokens)
         if self._tape is not None and key in self._tape:
             if self.overlapped:  # calls that ended here may have been running when the worker made this one
@@ -318,9 +319,9 @@ class Session:
         """Returns the reason why an episode with so many calls and sampled tokens may begin no further call, or ""."""
         limits = self.limits
         if num_calls >= limits.max_calls:
-            return f"the episode has {limits.max_calls} calls already"
+            return f"the episode has made {limits.max_calls} calls, its limit"
         is_over = 0 < limits.max_episode_tokens <= num_tokens
-        return f"the episode has {num_tokens} tokens of {limits.max_episode_tokens}" if is_over else ""
+        return f"the episode has {num_tokens} tokens; its limit is {limits.max_episode_tokens}" if is_over else ""
 
     def _stream_of(self, prompt: np.ndarray, number: int, trains: bool) -> tuple[Stream, bool]:
         """Returns (the stream that a call belongs to, whether the call begins it). The longest that the prompt extends is chosen."""

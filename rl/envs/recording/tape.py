@@ -40,14 +40,14 @@ def difference(session: session_lib.Session, rollouts: Sequence[rollout_lib.Roll
             return "the environment makes a call that was not recorded, before the budget of the episode is spent"
         wrong = next((at for at, (one, other) in enumerate(zip(claimed, found, strict=False)) if one != other), None)
         if wrong is not None:
-            return f"branch {wrong} has other calls, or other limits of them, than the environment's"
+            return f"branch {wrong} has other calls or call limits than the environment makes"
         return (
-            None if len(claimed) == len(found) else f"{len(claimed)} branches, and the environment makes {len(found)}"
+            None if len(claimed) == len(found) else f"{len(claimed)} branches, but the environment makes {len(found)}"
         )
     # Concurrent calls may begin in another order than here. When the last one began, at most one call of each stream had not ended.
     sizes = [[turn.end - turn.start for turn in stream.turns] for stream in session.streams]
     if 0 < session.limits.max_episode_tokens <= (ended := sum(sum(own) - max(own) for own in sizes)):
-        return f"a call began after {ended} tokens of {session.limits.max_episode_tokens}"
+        return f"a call began after {ended} tokens, but the episode may have {session.limits.max_episode_tokens}"
     if sorted(sum(claimed, [])) != sorted(sum(found, [])):
         return "its calls, or their limits, are not those of the environment"
     for one in rollouts:

@@ -63,7 +63,7 @@ class Backend:
 
 
 def spell(limits: limits_lib.Limits) -> dict:
-    """Returns limits in the form of inside.py, with the time that holds in this process."""
+    """Returns limits in the form of inside.py, with the CPU and clock time that this process allows (`set_factor`)."""
     cpu_s = limits_lib.cpu_s(limits)
     clock_s = limits_lib.CLOCK_FACTOR * cpu_s + limits_lib.CLOCK_MORE_S
     return dataclasses.asdict(limits) | {"cpu_s": cpu_s, "clock_s": clock_s}

@@ -29,7 +29,7 @@ class Cell:
 
     Args:
       command: starts inside.py in the sandbox; its last argument is the config.
-      config: of inside.py; "folder" is set here for one without mounts.
+      config: the config of inside.py; "folder" is added here if the sandbox has no mounts.
     """
 
     def __init__(self, command: Sequence[str], config: dict):

@@ -66,7 +66,7 @@ class Times:
 
     @property
     def is_slow(self) -> bool:
-        """True if another machine may have ended one of the programs, or may not have."""
+        """True if a program came so near to its time limit that a slower or faster machine could have decided otherwise."""
         return self.largest >= 1 / SPREAD
 
 
@@ -75,7 +75,7 @@ _TIMES: contextvars.ContextVar[Times | None] = contextvars.ContextVar("times", d
 
 
 def set_factor(factor: float) -> None:
-    """Multiplies the time limits of this process. A validator sets SPREAD."""
+    """Sets the factor on all time limits of this process. A validator sets SPREAD, and workers keep 1."""
     _FACTOR[0] = factor
 
 

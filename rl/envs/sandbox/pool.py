@@ -32,7 +32,7 @@ class Pool:
     """Sandboxes of one backend. Its coroutines may be used in any event loop, in one thread at a time.
 
     Args:
-      limits: of each program, and of each command of a session.
+      limits: limits of each program, and of each command of a session.
       num_running: programs that run at a time; 0: two per core.
       backend: where cells come from; None: the first one that works here. Raises ValueError if there is none.
     """

@@ -81,7 +81,7 @@ class Scorer:
       max_children: the maximum number of child processes.
       sandbox: whether children run without files and network: "auto" (as far as this machine can), "require", or "off".
       on_error: called with a line of text for the first completion of each kind that could not be scored.
-      digest: of the environment's code and data (`catalog.digest`), without which no child starts; "": any.
+      digest: the expected digest of the environment's code and data (`catalog.digest`); no child starts with another. "": any.
     """
 
     def __init__(

@@ -69,13 +69,13 @@ def budgeted(
 
 
 def target_of(task: environment.Task, targets: Sequence[int], turn: int = 0) -> int:
-    """Returns the target of a task in epoch `turn`: in as many epochs as there are targets, a task has each of them once."""
+    """Returns the target length of a task in epoch `turn`. Over len(targets) epochs, a task gets each target once."""
     digest = hashlib.sha256(f"intellax/budget/{environment.content_key(task.messages)}".encode()).digest()
     return targets[(int.from_bytes(digest[:8], "little") + turn) % len(targets)]
 
 
 def with_length(kind: str, reward: float, target: int, length: int, alpha: float) -> float:
-    """Returns the reward of a completion of `length` tokens, by the formulas of the module docstring."""
+    """Returns the reward of a completion of `length` tokens for a `target`, by the formula of `kind` in the module docstring."""
     if kind == "exact":
         return reward - alpha * abs(target - length)
     if kind == "max":

@@ -14,7 +14,7 @@ MAX_LEVELS = 64
 
 
 def levels(steps: Mapping[str, Sequence], options: Mapping) -> list[dict]:
-    """Returns the options of each level. Raises ValueError for tuples of different lengths, or of one value only."""
+    """Returns the options that `steps` sets at each level. Raises ValueError for lengths that differ or are 1, and for a name in `options`."""
     given = steps.values() if hasattr(steps, "values") else [None]
     lengths = {len(values) if isinstance(values, (list, tuple)) else 0 for values in given}
     if len(lengths) != 1 or not 1 < min(lengths) <= MAX_LEVELS:

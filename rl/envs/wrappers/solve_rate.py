@@ -33,7 +33,7 @@ def filtered(env: environment.Environment, window, path: str) -> environment.Env
     chosen = sorted(index for index, key in own.items() if key in rates and low <= rates[key] <= high)
     if not any(key in rates for key in own.values()):
         found = f"none of the {len(own)} tasks of environment {env.name} has a pass rate in {path}"
-        raise ValueError(f"{found}; annotate this environment, with these options and this seed")
+        raise ValueError(f"{found}; make the file by python -m rl.evaluate annotate, with these options and this seed")
     if not chosen:
         raise ValueError(f"no task of {path} has a pass rate from {low:g} to {high:g}; widen env.options.solve_rate")
 

@@ -35,7 +35,7 @@ class Policy:
 
 
 class Admission:
-    """Decides which keys may lease. `invited` are public keys (hex); `stake(worker)` returns the stake of a key in the ledger."""
+    """Decides which keys may lease. `invited` are public keys; `stake(worker)` is a key's stake; a proof of work includes the key of the `run`."""
 
     def __init__(self, policy: Policy, run: str, invited: Collection[str], stake: Callable[[str], int]):
         self.policy, self._run, self._invited, self._stake = policy, run, frozenset(invited), stake
@@ -73,7 +73,7 @@ class RequestRate:
         return left >= 0
 
     def give_back(self, network: str, count: float = 1.0) -> None:
-        """Takes back the `count` of one request: that of a worker which is known."""
+        """Takes back the cost `count` of a request that `take` counted against a network, because a known worker sent it."""
         if network in self._buckets:
             left, since_s = self._buckets[network]
             self._buckets[network] = min(BURST, left + count), since_s
@@ -81,7 +81,7 @@ class RequestRate:
 
 @dataclasses.dataclass
 class Gate:
-    """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
+    """Admits requests that are signed in this session by a key that may take part, at a limited rate for each network."""
 
     session: lease_lib.Session
     admission: Admission
@@ -96,9 +96,9 @@ class Gate:
         self._verifier = lease_lib.RequestVerifier(self.session, admit=self._admit, is_known=self.is_known)
 
     def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
-        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
+        """Counts a request against its client's network, and returns the network. Raises HTTPException 429 if the network sent too many.
 
-        It counts as `count` small ones.
+        The request costs as much as `count` small ones.
         """
         network = web.client_network(request)
         if not self._rate.take(network, time.monotonic(), count):
@@ -107,7 +107,10 @@ class Gate:
         return network
 
     def verify(self, message: dict, kind: str, network: str, count: float = 1.0) -> str:
-        """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
+        """Returns the public key of the node that signed the request `message` of a `kind`. Raises ValueError, as `RequestVerifier.verify` does.
+
+        The request's cost, `count`, is given back to the `network` if the node is invited, or known and below a limit of its own.
+        """
         node = self._verifier.verify(message, kind)
         # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
         if self.is_invited(node) or (self.is_known(node) and self._known_rate.take(node, time.monotonic(), count)):

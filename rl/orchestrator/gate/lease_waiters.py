@@ -46,8 +46,9 @@ class LeaseWaiters:
     ) -> list[lease.Lease]:
         """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done.
 
-        It is [] without a wait if too many strangers wait already, in all or on this `network`. A worker waits once: a new request ends
-        its earlier one. A request whose connection was lost would otherwise lease groups that no process works on.
+        Known workers are served before strangers. Returns [] without a wait if too many strangers wait already, in all or on this
+        `network`. A worker waits once: a new request ends its earlier one. `gone` is done when the client's connection is lost:
+        otherwise the request would lease groups that no process works on.
         """
         queue, groups = self._queues[not is_known], asyncio.get_running_loop().create_future()
         if not is_known and sum(place[1] == network for place in queue.values()) >= MAX_STRANGERS - len(queue):

@@ -103,7 +103,7 @@ class Batches:
         self._open()
 
     def accepted(self, key: Key) -> None:
-        """Looks for a signal in a group that became eligible; opens another if it has none. Without this hint, `collect` does it."""
+        """Checks whether a group that became eligible has a signal, and opens a replacement if it has none. `collect` does so, too, but later."""
         if self._rule.max_flat and key in self._waiting and not self._signals(key):
             self._open()
 
@@ -214,7 +214,8 @@ class Batches:
     def restore(self, step: int, state: dict | None) -> None:
         """Continues after batch `step`, before any group is open.
 
-        Without a state, the batches up to `step` took the first groups of the order, P each. Raises ValueError if the rule allows others.
+        Without a state, the batches up to `step` are assumed to have taken the first groups of the order, P each. Raises ValueError if
+        batches may take other groups (`task_schedule.is_fixed` is False), since only a state names those.
         """
         if step and state is None and not task_schedule.is_fixed(self._rule):
             found = f"the checkpoint of step {step} lacks the groups that its batches took"
@@ -226,7 +227,7 @@ class Batches:
         self._taken = collections.Counter({step: self._rule.prompts_per_step} if step else {})
 
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
-        """Continues after batch `step`, which took and dropped groups with these numbers before a restart, after `restore`."""
+        """Continues after batch `step`, which took groups `numbers`; no batch will have those in `dropped`. Call it after `restore`."""
         self.step, self._taken[step] = step, len(numbers)
         if self._rule.curriculum:  # the groups of later steps open as ever
             return

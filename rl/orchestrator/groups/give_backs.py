@@ -1,4 +1,4 @@
-"""Recognizes environments of which no worker can make a group, such as one whose options are wrong: the run would wait for them for ever.
+"""Recognizes environments of which no worker can make a group, such as one whose options are wrong: the run would wait for them forever.
 
 1. A worker that gives a group back names the cause. Causes of environments begin with registry.OF_ENVIRONMENT; those of servers,
    networks, and disks do not, and pass.
@@ -24,7 +24,7 @@ MAX_TIMES = 1_000  # that are kept: of groups which were given back and made lat
 
 @dataclasses.dataclass
 class GiveBacks:
-    """The causes of groups that workers gave back: pure, but for the lines for people."""
+    """Counts why workers gave groups back. Has no clock and no lock; `on_notice` gets lines for people."""
 
     on_notice: Callable[[str], None]
     _printed: set[str] = dataclasses.field(default_factory=set)
@@ -48,7 +48,7 @@ class GiveBacks:
     def is_hopeless(
         self, worker: str, env: str, key: queue_entry.Key, problem: str, active: Collection[str], now_s: float
     ) -> bool:
-        """Records that a group was given back; returns True if its environment is hopeless. `active` are the workers that may lease it."""
+        """Records that a group came back; True if its environment failed for one reason on enough of the `active` workers, for long enough."""
         if not problem.startswith(registry.OF_ENVIRONMENT):
             return False
         patience_s, is_over = AWAY_S if env in self._worked else PATIENCE_S, False

@@ -7,7 +7,7 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
 
 1. A group may have several holders: `lease` gives open groups, or copies of the oldest leased ones to workers without work.
    Seeds are prescribed, so a copy changes nothing but the time. Some holders leave room for another copy (`leaves_room`): two
-   strangers that renew their leases for ever would else keep a group for themselves.
+   strangers that renew their leases forever could otherwise keep a group for themselves.
 2. The first delivery that is accepted wins. Until then, one of another holder is kept as a spare and takes the place of a delivery
    that is rejected. Later ones are duplicates, which count against no worker.
 3. Leases are renewed (`renew`), given back (`give_back`), and expire (`expire`). A group without a holder opens again, ahead of the
@@ -85,9 +85,9 @@ class GroupQueue:
     ) -> list[lease_lib.Lease]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
-        The last of them is the one with which they have `free_samples` samples together, or more.
-        With `is_late`, leases copies instead: of those of the oldest leased groups (`MAX_LOOKS`) whose holders are all late, and at
-        most one of them does not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
+        Stops after the group with which the leased groups have at least `free_samples` samples. With `is_late`, leases second copies of
+        the oldest leased groups instead (looks at `MAX_LOOKS` at most): those whose holders are all late, and of which at most one does
+        not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._index.open
         found = []
@@ -113,14 +113,15 @@ class GroupQueue:
         return [self.entries[key].leases[worker].group for key in found]
 
     def has_late(self, is_late: IsTrue, leaves_room: IsTrue) -> bool:
-        """Returns True if there is a group to copy among the few oldest leased ones."""
+        """Returns True if one of the oldest leased groups (at most `FEW_LOOKS`) should go to a second worker, too."""
         return any(True for _ in self._late(FEW_LOOKS, is_late, leaves_room))
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[HeldLease], float]) -> list[Key]:
-        """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
+        """Moves the deadlines of the leases of `worker` to `deadline_s(lease)`, if that is later. Returns the keys that the worker need not finish.
 
-        These are all groups with rollouts, whether or not a verdict has accepted them: else a worker could find out by its second
-        key which of its groups passed without one.
+        Those are the keys of groups that have rollouts, no longer exist, or were never leased to the worker. A group with rollouts is
+        returned whether or not a verdict has accepted it: otherwise a worker could find out by a second key which of its groups passed
+        without a verdict.
         """
         void = []
         for key in keys:
@@ -131,13 +132,13 @@ class GroupQueue:
                 entry.leases[worker] = dataclasses.replace(lease, deadline_s=later_s)
             elif entry is None or entry.is_submitted or worker not in entry.past:
                 void.append(key)
-                if entry and lease:  # rollouts that are on their way are taken nevertheless
+                if entry and lease:  # rollouts that are on their way are still accepted
                     entry.keep_past(lease)
                     self._end_lease(key, worker)
         return void
 
     def orphans(self, worker: str, begun_us: int, known: Collection[Key] | None = None) -> list[Key]:
-        """Returns the groups that earlier processes of `worker` leased than that of `begun_us`, and those not `known` to it."""
+        """Returns the leased groups of `worker` that its process does not work on: leased before its start at `begun_us`, or missing in `known`."""
         held = self._index.held.get(worker, {})
         known = held if known is None else known
         leases = ((key, self.entries[key].leases.get(worker)) for key in held)
@@ -149,7 +150,7 @@ class GroupQueue:
         return self._end_lease(key, worker) if entry and worker in entry.leases else None
 
     def extend(self, by_s: float) -> None:
-        """Moves the deadlines of all leases back, which the orchestrator could not renew for so long."""
+        """Adds `by_s` seconds to the deadlines of all leases, because the orchestrator could not renew them for that time."""
         for entry in self.entries.values():
             for worker, lease in entry.leases.items():
                 entry.leases[worker] = dataclasses.replace(lease, deadline_s=lease.deadline_s + by_s)
@@ -307,7 +308,7 @@ class GroupQueue:
         return self._index.leased_samples - sum(own)
 
     def may_deliver(self, worker: str) -> bool:
-        """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""
+        """Returns True if rollouts of `worker` may still be needed, or if a batch may still take rollouts that it delivered."""
         known = ((entry.worker, *entry.leases, *entry.past) for entry in self.entries.values())
         return worker in self._index.held or any(worker in workers for workers in known)
 

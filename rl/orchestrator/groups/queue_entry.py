@@ -11,7 +11,7 @@ from rl.protocol import lease as lease_lib
 from rl.protocol.lease import Key as Key
 
 MAX_PAST = 4  # expired leases of a group whose work is still taken
-MAX_HOLDERS = 2  # of a group at the same time, but for those that leave room
+MAX_HOLDERS = 2  # of a group at the same time, except those that leave room
 _Keys = collections.OrderedDict[Key, None]
 
 
@@ -91,7 +91,7 @@ class Entry:
         return frozenset({*self.leases, *spares, *({self.worker} if self.is_submitted else ())})
 
     def lease_of(self, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> HeldLease | None:
-        """Returns the lease that rollouts of `worker` answer: the current one, unless only an expired one pinned their version."""
+        """Returns the lease that rollouts of `worker` answer (None: none): the current one, unless only an expired one pinned their version."""
         found = [leases[worker] for leases in (self.leases, self.past) if worker in leases]
         if len(found) > 1:
             versions = {int(version) for rollout in rollouts for version in rollout.versions[rollout.sampled_mask]}
@@ -111,9 +111,9 @@ class Entry:
 
 
 class QueueIndex:
-    """The groups of a queue by state and by holder, so that no request of a worker has to look at all of them.
+    """The keys of a queue's groups by state and by holder, so that no request of a worker has to look at all groups.
 
-    It has the keys of groups, as of the last `update` of each.
+    The index shows each group as it was at its last `update`.
     """
 
     def __init__(self):
@@ -126,7 +126,7 @@ class QueueIndex:
         self._known: dict[Key, tuple[State | None, frozenset[str], int]] = {}
 
     def update(self, key: Key, entry: Entry | None) -> None:
-        """Follows a change of an entry; None: it is gone."""
+        """Records the new state of an entry; None means that the group has left the queue."""
         old_state, old_holders, num_old = self._known.pop(key, (None, frozenset(), 0))
         state, holders = (entry.state, entry.holders) if entry else (None, frozenset())
         num_samples = entry.group.num_samples if entry else 0

@@ -44,11 +44,13 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
         body = await web.read_json(request, MAX_BYTES)
         run = functools.partial(asyncio.get_running_loop().run_in_executor, pool)
         if name not in calls:
-            raise ValueError(f"the call {name[:40]!r} is unknown; use the release of the learner here")
+            raise ValueError(f"the call {name[:40]!r} is unknown; run the orchestrator from the learner's release")
         try:
             found = await run(functools.partial(calls[name], **body))
         except TypeError as error:
-            raise ValueError(f"the fields of {name} are {sorted(body)} ({error}); use the learner's release") from error
+            raise ValueError(
+                f"the fields of {name} are {sorted(body)} ({error}); run the orchestrator from the learner's release"
+            ) from error
         if isinstance(found, bytes):
             return responses.Response(found)
         status, reply = 200, {"result": found}

@@ -78,7 +78,7 @@ class Case:
         return {accepted: cast.count(accepted) for accepted in (True, False)}
 
     def wants(self, validator: Validator, quorum: int, now_s: float) -> bool:
-        """Returns True if `validator` is one of the next in the order, and too few verdicts are equal."""
+        """Returns True if the group should go to `validator` now: it is one of the next in the order, and fewer than `quorum` verdicts agree."""
         able = (one for one in self.order if self._is_open(one) and one.free_s <= now_s)
         return validator in itertools.islice(able, quorum - max(self.votes.values()))
 
@@ -96,7 +96,7 @@ class Case:
 
 
 def take_batch(cases: Iterable[Case]) -> list[Case]:
-    """Returns the groups to replay next: of the earliest steps, at least one, as many as fit."""
+    """Returns the groups to replay together next: at least one, those of the earliest steps first, as many as fit."""
     batch, num_rows, longest = [], 0, 0
     for case in sorted(cases, key=lambda case: case.group[1]):
         num_rows += len(case.rollouts)

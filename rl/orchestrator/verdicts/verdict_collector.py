@@ -93,7 +93,10 @@ class VerdictCollector:
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
 
     def start(self, decide: Decide, fail: Callable[[BaseException], None]) -> None:
-        """Starts the thread of the event loop; `fail` ends the run with an error that is not a worker's fault."""
+        """Starts the thread that asks validators. `fail(error)` ends the run after an error that is not a worker's fault.
+
+        `decide(group key, digest, verdict, signed verdicts)` is called once a quorum agrees on a group, or if it cannot get one.
+        """
         self._decide, self._fail = decide, fail
         self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
         self._thread.start()
@@ -177,7 +180,7 @@ class VerdictCollector:
         wake.set()
 
     async def _serve(self, http: httpx.AsyncClient, validator: Validator) -> None:
-        """Sends waiting groups to one validator, for ever."""
+        """Sends waiting groups to one validator; never returns."""
         while True:
             wake, now_s = self._wake, time.monotonic()
             wanted = [case for case in self._cases.values() if case.wants(validator, self.quorum, now_s)]

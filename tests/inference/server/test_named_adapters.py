@@ -215,7 +215,7 @@ def test_wrong_folders_are_refused_in_one_line(folders, tmp_path):
     [
         (["--model", "m", "--adapter", "folder"], "--adapter folder is not NAME=FOLDER"),
         (["--model", "m", "--adapter", "policy=folder"], "--adapter policy=folder is not NAME=FOLDER"),
-        (["--weights", "w", "--adapter", "a=b"], "--adapter runs next to --model"),
+        (["--weights", "w", "--adapter", "a=b"], "--adapter needs --model"),
     ],
 )
 def test_wrong_flags(flags, words, capsys):

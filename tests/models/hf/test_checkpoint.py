@@ -571,7 +571,7 @@ def test_missing_wrong_and_unknown_tensors_are_listed(folder):
     assert str(error.value) == (
         f"{folder} does not have the tensors of a llama model with its config: "
         f"1 missing ({name.format('proj')} {shape} {nearest}), 1 of another shape (model.norm.weight [39], should be [40]), "
-        f"1 unknown ({name.format('projection')} {shape}); correct either of them"
+        f"1 unknown ({name.format('projection')} {shape}); correct the files or the config"
     )
 
 

@@ -301,11 +301,11 @@ def test_the_tokenizer_is_the_checkpoints(tmp_path, rule):
         ({"pre": "new-bpe"}, "tokenizer.ggml.pre 'new-bpe' is not supported, only gpt-2, smollm"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
-        ({"merges": ["a b c"]}, "merges has 'a' with 'b c'"),
+        ({"merges": ["a b c"]}, "merges joins 'a' and 'b c'"),
         ({"eos_token_id": None}, "eos_token_id is missing"),
         ({"bos_token_id": 99999}, "bos_token_id 99999 is not one of"),
-        ({"tokens": ["a", "a"], "bos_token_id": 0, "eos_token_id": 0}, "only 1 different"),
-        ({"tokens": ["$B", "a"], "bos_token_id": 0, "eos_token_id": 1}, "has '$B', and a token that begins"),  # a panic
+        ({"tokens": ["a", "a"], "bos_token_id": 0, "eos_token_id": 0}, "only 1 of 2 differ"),
+        ({"tokens": ["$B", "a"], "bos_token_id": 0, "eos_token_id": 1}, "has '$B', but a token that begins"),  # a panic
     ],
 )
 def test_an_unusable_vocabulary_is_refused_in_one_line(tmp_path, changes, message):

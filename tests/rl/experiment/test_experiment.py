@@ -378,7 +378,7 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ({"evaluation__hold_s": -1.0}, "evaluation.hold_s = -1.0 must be above 0"),
         ({"evaluation__sets": {"A b": {}}}, "evaluation.sets has 'A b'; name sets by lower-case letters"),
         ({"evaluation__sets": {"a": 3}}, "evaluation.sets.a = 3 is not a set; write dict\\("),
-        ({"evaluation__sets": {"a": {"tasks": 3}}}, "has a field 'tasks'; a set has num_tasks, "),
+        ({"evaluation__sets": {"a": {"tasks": 3}}}, "has the unknown field 'tasks'; use num_tasks, "),
         ({"evaluation__sets": {"a": {"num_tasks": "3"}}}, "num_tasks = '3' must be a number of at least 1"),
         ({"rl__batch": "last"}, "rl.batch = 'last' is unknown; choose one of prescribed, first"),
         ({"rl__oversampling": 0.5}, "rl.oversampling = 0.5 must be at least 1"),

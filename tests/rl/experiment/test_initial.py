@@ -101,7 +101,7 @@ def test_the_fields_of_the_config_replace_those_that_no_parameter_depends_on(cap
         (
             ("model.model_dim",),
             {},
-            r"model.model_dim = 128 but .*llama_rope3 has \d+: its parameters do not fit; leave",
+            r"model.model_dim = 128 but .*llama_rope3 has \d+: the checkpoint's parameters do not fit; leave",
         ),
         ((), {"num_kv_heads": 3}, "model.num_heads = .* must be a multiple of model.num_kv_heads = 3"),
     ],

@@ -266,7 +266,7 @@ def test_the_schemas_find_a_wrong_field(plan, kind, place, value):
         (["--target=slurm", "--relays=1"], "needs servers"),
         (["--target=ssh"], "--machines"),
         (["--target=gke"], "--image"),
-        (["--target=local", "--hosts=2"], "another target"),
+        (["--target=local", "--hosts=2"], "this host alone"),
         (["--target=slurm", "--elastic"], "leave it out"),
         (["--target=ssh", "--machines=a", "--submit"], "leave it out"),
         (["--target=slurm", "--workdir=gs://b/run"], "mount it"),

@@ -116,9 +116,9 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
         ledger.on_failure = failures.append
         digest = submit(ledger, BOB.worker, 0)
         batch = ledger.batch(step=1, digest=run_rules.batch_digest([digest]), groups={(1, 0): "trusted"})
-        with pytest.raises(ValueError, match="group: 0 is of a worker without trust"):
+        with pytest.raises(ValueError, match="group: 0 has no verdict, and its worker is not trusted"):
             batch.result()
-        with pytest.raises(ValueError, match="without trust"):
+        with pytest.raises(ValueError, match="its worker is not trusted"):
             ledger.flush()
         assert len(failures) == 1
     assert ledgers.verify(tmp_path / "ledger.db").num_entries == 4  # open, join, lease, submission

@@ -328,7 +328,7 @@ def test_a_stranger_must_finish_under_the_pinned_version(make, clock, pins, vers
         assert (group.step, group.min_version, group.version) == (2, 0, 1 if is_pinned else -1)
         verdict = deliver(orchestrator, worker, group, versions=np.array(versions, np.int32))
         if is_pinned and versions[0] == 0:
-            assert verdict == f"refused: versions: 0 to {versions[-1]}, and the lease pins 1"
+            assert verdict == f"refused: versions: 0 to {versions[-1]}, but the lease pins 1"
         else:
             assert not verdict.startswith("refused"), verdict
 

@@ -239,7 +239,7 @@ def test_evaluation_sets_have_the_same_first_tasks_with_other_seeds():
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"tasks": 1}, "sets.a has a field 'tasks'"),
+        ({"tasks": 1}, "sets.a has the unknown field 'tasks'"),
         ({"num_tasks": 0}, "num_tasks = 0"),
         ({"every": 0.5}, "every = 0.5"),
     ],

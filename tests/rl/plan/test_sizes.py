@@ -103,7 +103,7 @@ def test_the_memory_of_an_accelerator_is_its_own(monkeypatch):
 def test_replays_on_the_accelerator_need_sizes_of_the_user():
     """Their copy of the weights is in no estimate."""
     with pytest.raises(
-        ValueError, match="trust.device = 'auto' replays .* inference.num_slots and train.rows of 0 would"
+        ValueError, match="trust.device = 'auto' replays .* inference.num_slots and train.rows = 0 would"
     ):
         settled(config_of(trust__device="auto"))
     settled(config_of(trust__device="auto", trust__validators=(f"http://127.0.0.1:1#{64 * 'a'}",)))
@@ -160,7 +160,7 @@ def test_what_cannot_fit_and_what_is_unknown_is_refused_in_one_line():
         (config_of("Qwen/Qwen3-8B"), "lora.rank = 16 needs about .*; lower sampling.max_tokens, use more devices"),
         (
             config_of(topology__mode="remote"),
-            "inference.num_slots = 0 is .* but topology.mode = 'remote' has its servers elsewhere; set the slots of one",
+            "inference.num_slots = 0 fits .* but topology.mode = 'remote' has its servers elsewhere; set inference.num_slots to the slots of one",
         ),
     ):
         with pytest.raises(ValueError, match=words) as error:

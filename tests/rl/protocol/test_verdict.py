@@ -25,7 +25,7 @@ def test_a_verdict_is_signed_field_by_field_and_survives_json():
     assert other.keys() == body.keys()
     for name, value in other.items():
         for wrong in (value, None, "\ud800", [body[name]]):
-            with pytest.raises(ValueError, match="; (sign it|send a|accept with)"):
+            with pytest.raises(ValueError, match="; (sign it|send a|send reason)"):
                 verdict_lib.SignedVerdict.read(body | {name: wrong})
     for wrong in (None, [], {}, body | {"more": 1}):
         with pytest.raises(ValueError, match="exactly the fields"):
@@ -43,11 +43,11 @@ def test_the_digest_of_a_group_names_each_sample_and_its_order():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"accepted": True}, "; accept with the reason 'ok' alone"),
-        ({"reason": "ok"}, "; accept with the reason 'ok' alone"),
-        ({"reason": "two\nlines"}, "; accept with"),
-        ({"time_us": -1}, "time_us = -1; accept with"),
-        ({"time_us": 2**53}, "time_us = 9007199254740992; accept with"),
+        ({"accepted": True}, "; send reason 'ok' if and only if accepted"),
+        ({"reason": "ok"}, "; send reason 'ok' if and only if accepted"),
+        ({"reason": "two\nlines"}, "; send reason"),
+        ({"time_us": -1}, "time_us = -1; send reason"),
+        ({"time_us": 2**53}, "time_us = 9007199254740992; send reason"),
         ({"accepted": 0}, "accepted = 0; send a"),
         ({"step": True}, "step = True; send a"),  # equal to the group's, step 1
         ({"detail": "x" * (verdict_lib.MAX_DETAIL + 1)}, "; sign it"),
@@ -64,5 +64,5 @@ def test_what_a_validator_signs_itself_must_fit_the_ledger(change, match):
 
 def test_a_signature_has_one_spelling():
     body = dataclasses.asdict(PLAIN.sign(VALIDATOR))
-    with pytest.raises(ValueError, match="in lower-case hex"):
+    with pytest.raises(ValueError, match="128 lower-case hex digits"):
         verdict_lib.SignedVerdict.read(body | {"signature": body["signature"].upper()})

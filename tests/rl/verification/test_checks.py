@@ -154,10 +154,13 @@ def test_a_rollout_may_end_where_the_model_does():
         (lambda: make(output=(11, STOP, 13, 14, 15, 16), finish="length"), "termination: tokens follow a stop token"),
         (
             lambda: make(sampled_mask=np.arange(6) == 4, logprobs=-(np.arange(6) == 4).astype("f4")),
-            "prompt: tokens after it were not sampled",
+            "prompt: tokens after the prompt were not sampled",
         ),
         (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the prompt of its task"),
-        (lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")), "prompt: tokens after it were not sampled"),
+        (
+            lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")),
+            "prompt: tokens after the prompt were not sampled",
+        ),
         (lambda: make(versions=np.array([0, 0, 0, 2, 2, 2], np.int32)), "versions: 0 is older than 1"),  # of the prompt
         (lambda: make(trains=False), "turns: trains set in an episode with one call"),
         (lambda: make(output=(11,), finish="length", call_limits=np.int32([1])), "turns: call_limits set"),
@@ -305,7 +308,7 @@ def test_only_continuations_of_training_groups_are_further_branches_of_an_episod
     assert checks.one_call(branch, rules) == checks.OK
     held_out = rules_lib.by_number(dataclasses.replace(one, split="held_out") for one in groups(3))
     for broken in (RULES, dataclasses.replace(rules, groups=lambda step: held_out)):
-        assert str(checks.one_call(branch, broken)) == "turns: branch 1 of an episode with one call"
+        assert str(checks.one_call(branch, broken)) == "turns: branch 1 of an episode that has only one call"
     assert checks.one_call(dataclasses.replace(branch, calls=np.int32([[3, 6]])), rules).reason == "turns"
 
 
@@ -800,7 +803,7 @@ def test_one_claim_that_the_noise_cannot_make_up_for(seed):
     lower = honest.logprobs.copy()
     lower[20] -= 12
     found = judge(dataclasses.replace(honest, logprobs=lower))
-    assert str(found).startswith(f"logprob: {lower[20]:.3g} claimed for token 20, its noise needs ")
+    assert str(found).startswith(f"logprob: {lower[20]:.3g} claimed for token 20, but its noise needs ")
     edited = honest.tokens.copy()
     edited[20] = (edited[20] + 1 + seed) % 200
     assert judge(dataclasses.replace(honest, tokens=edited, temperature=0.0)) == checks.OK  # greedy: no noise

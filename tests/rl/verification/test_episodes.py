@@ -260,14 +260,14 @@ def test_a_run_of_one_turn_allows_one_call():
         (
             "recorded",
             {"topology.mode": "remote"},
-            "is of kind 'recorded', and trust.environments = 'replayed' is the most",
+            "is of kind 'recorded', but workers of strangers may run kinds up to trust.environments = 'replayed'; set that",
         ),
         ("recorded", {"topology.mode": "remote", "trust.admission": "invited"}, ""),
         ("recorded", {"topology.mode": "remote", "trust.environments": "recorded"}, ""),
         (
             "replayed",
             {"topology.mode": "remote", "trust.environments": "pure"},
-            "set it to 'replayed', or trust.admission",
+            "set that to 'replayed', or set trust.admission",
         ),
         ("pure", {"topology.mode": "remote", "trust.environments": "pure"}, ""),
     ],

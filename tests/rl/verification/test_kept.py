@@ -114,7 +114,7 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     )  # fmt: skip
     for change, words in (
         (lambda r: r, ""),
-        (lambda r: dataclasses.replace(r, kept=b""), "0 bytes of kept tokens, and the run's filters keep 20"),
+        (lambda r: dataclasses.replace(r, kept=b""), "0 bytes of kept tokens, but the run's filters keep 20"),
         (lambda r: changed(r, lambda own, token: own - {token} or {token + 1}), "not in its own kept set"),
         (lambda r: changed(r, lambda own, token: {token, 5000}), "outside the vocabulary"),
         (lambda r: changed(r, lambda own, token: {token, *range(40)}), "1 to 20 IDs"),
@@ -125,7 +125,7 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     full = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:19], token})
     fewer = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:18], token})
     assert checks.kept_named(full, exact).accepted and checks.kept_named(fewer, rules).accepted
-    assert checks.kept_named(fewer, exact).detail == "a kept set has 19 IDs, and top-k alone keeps 20"
+    assert checks.kept_named(fewer, exact).detail == "a kept set has 19 IDs, but top-k alone keeps 20"
     unfiltered = dataclasses.replace(rules, kept=0)
     assert checks.kept_named(group[0], unfiltered).reason == "kept"
     assert checks.kept_named(dataclasses.replace(group[0], kept=b""), unfiltered).accepted

@@ -37,7 +37,7 @@ import warnings
 UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
 HELD_OUT_ONE_IN = 16
 MAX_FIRST, MAX_LOOKED = 16, 256
-MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end would be drawn for ever
+MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end would be drawn forever
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many

@@ -18,10 +18,10 @@ SET_FLAGS, UP = 0x8914, 1  # of ioctl
 
 
 def enter(port: int, path: str, frozen: list[str]) -> None:
-    """Goes on in a child process that sees no other, on a network of its own, without capabilities. The caller ends with the child's status.
+    """Continues in a child process that has its own network, sees no other process, and has no capabilities.
 
-    Connections to 127.0.0.1 at `port` go to the unix socket `path`. The folders `frozen` become read-only. Call it in a process with one
-    thread. Raises OSError if the system refuses.
+    The caller exits with the child's status. Connections to 127.0.0.1 at `port` go to the unix socket `path`. The folders `frozen`
+    become read-only. Call it in a process with one thread. Raises OSError if the system refuses.
     """
     libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(NEW_USER | NEW_NETWORK | NEW_MOUNTS | NEW_PROCESSES):

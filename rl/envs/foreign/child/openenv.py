@@ -23,7 +23,7 @@ OWN = {"action": "", "system": "", "max_turns": 16, "reward": "last"}
 
 
 def load(target, options):
-    """Returns (function that makes an environment, class of its actions or module with those of tools, the options in OWN)."""
+    """Returns (function that makes an environment, its action class or the module with its tool actions, the options in OWN)."""
     own = {name: options.get(name, default) for name, default in OWN.items()}
     kind = pkgutil.resolve_name(target)
     if own["reward"] not in ("last", "sum"):

@@ -29,12 +29,14 @@ USERS = ("scripted", "model")
 def build(
     *, properties: int = 3, turns: int = 8, user: str = "scripted", system_prompt: str = INSTRUCTION, seed: int = 0
 ) -> environment.Environment:
-    """Builds the environment of orders with so many properties. `turns` bounds the messages of the model, the order included.
+    """Builds the environment of bookings whose order has `properties` parts. `turns` limits the messages of the model, the order included.
 
     Raises ValueError for numbers out of range and an unknown `user`.
     """
     if not 1 <= properties <= len(PROPERTIES) or turns < 1:
-        raise ValueError(f"properties={properties}, turns={turns}; choose 1 to {len(PROPERTIES)}, and at least 1")
+        raise ValueError(
+            f"properties={properties}, turns={turns}; choose 1 to {len(PROPERTIES)} properties, and at least 1 turn"
+        )
     if user not in USERS:
         raise ValueError(f"env.options.user = {user!r}; choose one of {', '.join(USERS)}")
     names = [*PROPERTIES][:properties]

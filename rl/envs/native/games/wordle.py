@@ -34,7 +34,7 @@ _GUESS = re.compile(r"<guess>\s*(.*?)\s*</guess>", re.DOTALL)
 def build(
     *, letters: int = 5, words: int = 0, guesses: int = 6, system_prompt: str = INSTRUCTION, seed: int = 0
 ) -> environment.Environment:
-    """Builds the environment of a word game. `words`: of the list of words with `letters` letters, the first so many; 0: all.
+    """Builds the environment of a word game. Secret words are the first `words` of the list for this number of `letters`; 0 takes all of them.
 
     Raises ValueError for lengths without a list, and for numbers out of range.
     """

@@ -45,7 +45,7 @@ def last_json(text: str) -> Any:
 
 
 def parsed(info: Mapping[str, Any], name: str) -> Any:
-    """Returns a field that may be JSON in a text. Raises ValueError for another text."""
+    """Returns the field `name` of `info`, parsed if it is JSON in a text. Raises ValueError for a text that is not JSON."""
     value = info[name]
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -150,7 +150,7 @@ NEEDS |= {"pydantic_adherance": ("pydantic_config", "model_name"), "reasoning_gy
 
 
 def check(task_type: str, info: Mapping[str, Any]) -> None:
-    """Raises ValueError if a row lacks data that its score needs, or needs a package that is not installed."""
+    """Raises ValueError if `info` lacks data that the score of a `task_type` needs, or if that needs a package that is not installed."""
     for name in NEEDS[task_type]:
         if name not in info:
             raise ValueError(f"verification_info of {task_type} has no {name!r}; add it")

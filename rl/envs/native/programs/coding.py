@@ -34,7 +34,8 @@ def build(
 ) -> environment.Environment:
     """Builds the environment. `path`: a JSONL file of tasks; "": generated ones.
 
-    Raises ValueError for a malformed file, options out of range, and a machine where no sandbox works.
+    `tests` limits the tests of a task, and `test_s` the CPU seconds of each. `reward` is one of REWARDS. Raises ValueError for a
+    malformed file, options out of range, and a machine where no sandbox works.
     """
     if reward not in REWARDS or tests < 1:
         raise ValueError(f"reward={reward!r}, tests={tests}; choose one of {', '.join(REWARDS)}, and at least 1 test")

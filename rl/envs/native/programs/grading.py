@@ -2,7 +2,7 @@
 
 | test | passes if |
 |---|---|
-| {"input": text, "output": text} | the program ends with status 0 and prints the output, but for white space at the ends of lines |
+| {"input": text, "output": text} | the program ends with status 0 and prints the output, except for white space at the ends of lines |
 | "assert f(...) == value" | the call returns a value with this representation, or equal to it |
 | another "assert ..." | the assertion does not raise, in the process of the program |
 
@@ -37,7 +37,7 @@ def block(code: str) -> str:
 async def count_passed(
     pool: pool_lib.Pool, code: str, tests: Sequence[Test], *, stops: bool, files: Mapping[str, str] | None = None
 ) -> int:
-    """Returns the number of tests that pass. With `stops`, it stops at the first one that fails."""
+    """Returns the number of `tests` that `code` passes. With `stops`, stops at the first failure. `files` are in its folder."""
     passed = 0
     async with pool.session(files=files, watched=["_found"]) as session:
         is_loaded = False

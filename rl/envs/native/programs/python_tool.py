@@ -46,8 +46,9 @@ def build(
 ) -> environment.Environment:
     """Builds the environment. `path`: a JSONL file of questions; "": generated ones, of all KINDS or of one `kind`.
 
-    `turns`: messages of the model, the answer included. The default of `system_prompt` depends on the protocol; "" leaves it out. Raises
-    ValueError for a malformed file, options out of range, and a machine where no sandbox works.
+    `turns` limits the messages of the model, the answer included; `run_s` and `output_bytes` limit the CPU seconds and the output of
+    each command. The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file,
+    options out of range, and a machine where no sandbox works.
     """
     tools.check_protocol(protocol, turns)
     if kind not in ("all", *KINDS):

@@ -70,7 +70,9 @@ def build(
         raise ValueError(f"words={words}; choose 2 to {len(ANIMALS + THINGS)}")
     if kind not in KINDS or lines < 2 or turns < 1 or depth < 0 or sub_turns < 1 or max_prompts < 1:
         given = f"kind={kind!r}, lines={lines}, turns={turns}, depth={depth}, sub_turns={sub_turns}, max_prompts={max_prompts}"
-        raise ValueError(f"{given}; choose one of {', '.join(KINDS)}, at least 2 lines, depth 0, and 1 of the others")
+        raise ValueError(
+            f"{given}; choose one of {', '.join(KINDS)}, lines of at least 2, a depth of at least 0, and the others of at least 1"
+        )
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
     options = Options(turns, depth, sub_turns, sub_tools, max_prompts)
 

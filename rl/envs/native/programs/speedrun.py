@@ -80,7 +80,7 @@ class Corpus:
 
 
 def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0) -> environment.Environment:
-    """Builds the environment. Raises ValueError on a machine where no sandbox works."""
+    """Builds the environment. `run_s` limits the CPU seconds of a program. Raises ValueError on a machine where no sandbox works."""
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=256))
     record = RECORD.format(momentum=MOMENTUM, rate=RATE)
 

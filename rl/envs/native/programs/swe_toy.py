@@ -60,7 +60,7 @@ def edit(path: str, old: str, new: str, state: Repository) -> str:
     if not old or (count := text.count(old)) != 1:
         raise ValueError(f"the old text occurs {count if old else 0} times in {path}; give one that occurs once")
     if len(text) + len(new) > MAX_FILE_CHARS:
-        raise ValueError(f"the file has more than {MAX_FILE_CHARS} characters then; write less")
+        raise ValueError(f"the file would have more than {MAX_FILE_CHARS} characters; write less")
     state.files[path] = text.replace(old, new)
     return "edited"
 
@@ -80,7 +80,7 @@ def build(
     system_prompt: str | None = None,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment. `turns`: messages of the model.
+    """Builds the environment. `turns` limits the messages of the model; `run_s` and `output_bytes` limit the CPU seconds and the output of a test run.
 
     The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for options out of range, and a machine
     where no sandbox works.

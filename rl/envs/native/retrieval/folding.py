@@ -32,9 +32,9 @@ def build(
     system_prompt: str = INSTRUCTION,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment: `pages` of `entries` numbers up to `largest`, each with one of so many letters. `turns` bounds all calls.
+    """Builds the environment of sums over pages. Each of `pages` pages has `entries` numbers from 1 to `largest`, each after one of `letters` letters.
 
-    Raises ValueError for numbers out of range.
+    `turns` limits the calls of an episode, those of branches included. Raises ValueError for numbers out of range.
     """
     given = {"pages": pages, "entries": entries, "letters": letters, "largest": largest, "turns": turns}
     if bad := [name for name, value in given.items() if value < 1] or ["letters"] * (letters > len(LETTERS)):

@@ -5,7 +5,7 @@
 2. The tools are `search`, `open`, and `find`. The first message without a call is the answer, or its part after the last "Answer:".
 3. With `protocol="text"`, a message is one command, "search WORDS", "open NUMBER", "find NUMBER WORDS", or "answer WORDS". This needs
    no schemas in the prompt, so that a model with a context of a few hundred bytes can learn it.
-4. The reward is `exact`, 1 for the answer but for case, punctuation, and articles, or `f1`, the overlap of their words.
+4. The reward is `exact`, 1 for the answer up to case, punctuation, and articles, or `f1`, the overlap of their words.
 
 BM25 scores a document for a query by the sum over the query's different words of
 
@@ -52,14 +52,16 @@ def build(
     system_prompt: str | None = None,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment. `path`: a folder of documents and questions; "": `facts` generated ones, half of them distractors.
+    """Builds the environment. `path` is a folder of documents and questions; "" generates `facts` documents, half of them distractors.
 
-    `results` is the number of documents that a search returns, `turns` that of the model's messages, the answer included. The default of
-    `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
+    A search returns `results` documents. `turns` limits the messages of the model, the answer included. The default of `system_prompt`
+    depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
     """
     tools.check_protocol(protocol, turns)
     if reward not in REWARDS or results < 1:
-        raise ValueError(f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1")
+        raise ValueError(
+            f"reward={reward!r}, results={results}; choose one of {', '.join(REWARDS)}, and at least 1 result"
+        )
     source = corpus.read(path) if path else corpus.generated(facts, distractors, seed)
     commands = _commands(source.documents, results)
     instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)

@@ -114,7 +114,7 @@ def test_a_report_verifies_and_a_changed_byte_does_not(tmp_path, capsys):
         (tmp_path / "changed.json").write_text(content.replace(old, new, 1))
         assert commands.run("rl.envs", "check", "--verify", tmp_path / "changed.json") == 1
         error = capsys.readouterr().err
-        assert "it was changed; get the report again" in error and error.count("\n") == 1
+        assert "does not fit its content; get the report again" in error and error.count("\n") == 1
     for text in ("", "[1", "[]", "{}", json.dumps(json.loads(content) | {"format": "x"}), "[" * 100_000):
         (tmp_path / "changed.json").write_text(text)
         assert commands.run("rl.envs", "check", "--verify", tmp_path / "changed.json") == 1

@@ -122,7 +122,7 @@ def test_a_changed_index_wheel_or_report_is_refused(copy, capsys):
     words = ["install", "sums", "--dry", "--index", index, "--signer", key.worker]
     text = index.read_text()
     index.write_text(text.replace('"kind": "pure"', '"kind": "purx"'))
-    assert "it was changed; get the index again" in failed(capsys, *words)
+    assert "does not fit its content; get the index again" in failed(capsys, *words)
     index.write_text(text)
     assert "not by --signer 0000" in failed(capsys, *words[:-1], "0" * 64)
     assert f"signed by {key.worker}; pass this key" in failed(capsys, *words[:-2])
@@ -136,7 +136,7 @@ def test_a_changed_index_wheel_or_report_is_refused(copy, capsys):
     wheel.write_bytes(good)
     saved = report.read_text()
     report.write_text(saved.replace('"verdict": "pass"', '"verdict": "pas"'))
-    assert "the report cannot be used: its signature is not of" in failed(capsys, *words)
+    assert "the report cannot be used: the signature of" in failed(capsys, *words)
     for change in ({"verdict": "fail"}, {"environment": json.loads(saved)["environment"] | {"digest": "0" * 64}}):
         forged = report_lib.sign({k: v for k, v in json.loads(saved).items() if k != "signature"} | change, key)
         report.write_text(json.dumps(forged))
@@ -195,7 +195,7 @@ def test_a_published_version_never_changes(copy):
     before = index.read_bytes()
     index_lib.add(index, key, "sums", "0.1.0", entry, {})
     assert index.read_bytes() == before
-    with pytest.raises(ValueError, match=r"versions do not change: raise project.version"):
+    with pytest.raises(ValueError, match=r"a published version cannot change, so raise project.version"):
         index_lib.add(index, key, "sums", "0.1.0", entry | {"sha256": "1" * 64}, {})
     with pytest.raises(ValueError, match="not by --signer"):
         index_lib.add(index, rollout_lib.WorkerKey.generate(), "sums", "0.3.0", entry, {})
