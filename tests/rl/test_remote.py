@@ -9,17 +9,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.experiment import workdir as run_directory
 from rl.reporting import metrics
 from sharding import broadcast
-from sharding.system import sign_in
 from tests.support import proxy, tiny_run
 
 NUM_STEPS = 4
@@ -147,74 +144,6 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
         assert process.returncode == 0, (name, process.text()[-3000:])
     found = tiny_run.learned(workdir)
     assert found == tiny_run.learned(trained[0]) and len(found[0]) == 6
-
-
-@pytest.mark.slow
-def test_who_joins_serves_within_two_versions_and_who_leaves_costs_no_group(tmp_path, request):
-    names = ["server0", "server1", "worker0", "worker1"]
-    keys = {name: rollout_lib.WorkerKey.generate() for name in names}
-    for name, key in keys.items():
-        key.save(tmp_path / f"{name}.pem")
-    servers, workers = (str(tuple(keys[name].worker for name in part)) for part in (names[:2], names[2:]))
-    overrides = {"topology.server_keys": servers, "topology.workers": workers, "topology.relay_port": free_port()}
-    overrides |= {"topology.lease_s": 10.0, "topology.heartbeat_s": 1.0, "topology.mode": "remote"}
-    workdir, start = tmp_path / "run", Starter(tmp_path, request)
-    learner = start("learner", *tiny_run.command(workdir, **overrides, **{"rl.num_steps": 10**5})[1:])
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-
-    def until(is_met, what):
-        proxy.wait_until(lambda: is_met() or learner.poll() is not None, 200, what)
-        assert learner.poll() is None, learner.text()[-3000:]
-
-    until(lambda: re.search(said, learner.text()), "what to start")
-    weights, key, url = re.search(said, learner.text()).groups()
-
-    def join(name, *command):
-        start(name, "-m", *command, "--orchestrator", url, "--key", str(tmp_path / f"{name}.pem"))
-
-    def step_until(count):
-        until(lambda: len(tiny_run.lines(workdir)) >= count, f"step {count}")
-
-    def leave(name):
-        start.processes[name].terminate()
-        until(lambda: name in start.ended(), f"the end of {name}")
-        assert start.processes[name].returncode == 0, start.processes[name].text()[-3000:]
-        step_until(len(tiny_run.lines(workdir)) + 5)
-
-    serve = ["inference.serve", "--weights", weights, "--weights_key", key, "--port", "0"]
-    join("server0", *serve)
-    for name in names[2:]:
-        join(name, "rl.worker", "--concurrency", "1")
-    step_until(2)
-    join("server1", *serve)
-    run = run_directory.signing_key(workdir)
-    operator, joined = sign_in.Orchestrator(url, run.private, run.worker), keys["server1"].worker
-
-    def has_joined():
-        time.sleep(0.2)
-        return joined in [row["key"] for row in operator.ask("/nodes")["nodes"] if row["policy"]]
-
-    until(has_joined, "the second server")
-    begin, served = broadcast.latest(workdir / "weights"), set()
-
-    def has_served():
-        time.sleep(0.2)
-        for file in sorted((workdir / "rollouts").glob("step_*/accepted.parquet")):
-            by_it = [rollout for rollout in parquet.read(file) if rollout.server == joined]
-            served.update(int(version) for one in by_it for version in one.versions[one.sampled_mask])
-        return served
-
-    until(has_served, "rollouts of the second server")
-    assert min(served) <= begin + 2
-    leave("server0")
-    leave("worker0")
-    lost_s = time.monotonic() + overrides["topology.lease_s"] + 2  # a lease that was not handed back expires
-    until(lambda: time.monotonic() > lost_s, "the end of leases")
-    step_until(len(tiny_run.lines(workdir)) + 2)
-    lines = tiny_run.lines(workdir)
-    refused, expired = (sum(line[f"trust/num_{name}"] for line in lines) for name in ("refused", "lease_expired"))
-    print(f"{len(lines)} steps; the second server was ready at version {begin}, and first served {min(served)}")
-    assert refused == expired == 0 and "server1" not in start.ended()
 
 
 @pytest.mark.slow
