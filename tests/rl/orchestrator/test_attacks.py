@@ -4,13 +4,11 @@ No model runs: rollouts are written by hand, and a forged one claims log-probabi
 """
 
 import contextlib
-import hmac
 import json
 import random
 import threading
 
 import numpy as np
-import pytest
 
 from configs import quickstart
 from inference.rollouts import parquet
@@ -71,7 +69,6 @@ def running(folder, exp, *, source=None, **hooks):
         run = orchestrator_lib.Orchestrator(exp.config, folder, verdicts=source, ledger=ledger, **hooks)
         ledger.on_failure, run.ledger = run.fail, ledger
         ledger.resumed(0)
-        run.secret = hmac.digest(b"secret", ledger.head().encode(), "sha256")  # from which an auditor repeats the draws
         run.resume(0)
         client = signed_http.Worker(run.serve())
         stack.callback(client.http.close)
@@ -82,10 +79,6 @@ def running(folder, exp, *, source=None, **hooks):
         assert inside(run).failure is None
     found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)
     assert found.error is None, found
-
-
-def draw(secret, group):
-    return verdict_lib.draw(secret, "/".join(map(str, group.key)))
 
 
 def states(run):
@@ -104,55 +97,6 @@ def finish(run, client, step):
 
 
 # ---- trust that was earned, or of a friend ---------------------------------------------------------------------------
-
-
-def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
-    """A batch is made again, from a checkpoint that is older than the worker's first failed check."""
-    exp = resolve(rl__prompts_per_step=64, trust__invited_rate=0.5)
-    draws = []
-    for _ in range(2):
-        with running(tmp_path, exp) as (run, client):
-            groups = client.lease(CHEAT, 64)
-            draws.append([draw(run.secret, group) < 0.5 for group in groups])
-            if len(draws) == 1:
-                drawn = groups[draws[0].index(True)]
-                assert client.submit(CHEAT, signed(forged(drawn), CHEAT)) == ["taken"]
-                validators.settled(run)
-                first = inside(run).health.rate(CHEAT.worker)
-            else:
-                assert first == inside(run).health.rate(CHEAT.worker) == 1
-                for group in groups[:8]:  # known to have been let pass, all of them
-                    client.submit(CHEAT, signed(forged(group), CHEAT))
-                validators.settled(run)
-                assert not any(entry.state is State.ELIGIBLE for entry in inside(run).queue.entries.values())
-    assert 8 < sum(a != b for a, b in zip(*draws, strict=True))
-
-
-@pytest.mark.parametrize("num_honest", [32, 128])
-def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_honest):
-    """A worker that turns to forging after honest work gets one forged group trained on per 32 honest ones, on average."""
-    gains = []
-    for secret in range(24):
-        exp = resolve(rl__prompts_per_step=64, rl__num_steps=1)
-        source = verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
-        hooks = dict(secret=bytes([secret]), credit=exp.credit, key=RUN, invited=[HONEST.worker])
-        run = orchestrator_lib.Orchestrator(exp.config, tmp_path, verdicts=source, **hooks)
-        run.secret = hooks["secret"]
-        run.publish(timeline.Policy(0, 0))
-        with run.locked:
-            for _ in range(num_honest):
-                inside(run).health.verified(CHEAT.worker)
-                inside(run).health.accepted(CHEAT.worker, ("train", 0, 0))
-        for group in run.leases.lease(CHEAT.worker, 64):
-            found = run.submit(parquet.decode(parquet.to_bytes(signed(forged(group), CHEAT))))
-            assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
-            if not draw(run.secret, group) >= 32 / (32 + num_honest):
-                break
-            gains.append(secret)
-        validators.settled(run)
-        assert State.ELIGIBLE not in states(run).values()  # of the same batch, all is taken back
-        run.close()
-    assert len(gains) / 24 <= 2.5 * num_honest / 32
 
 
 def test_no_answer_tells_which_groups_pass_without_a_verdict(tmp_path):

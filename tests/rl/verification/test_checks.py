@@ -674,16 +674,6 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         assert (found is None) if limit is None else found <= limit, (name, found)
 
 
-def test_a_restored_test_continues_where_it_was():
-    test = sequential_test.SequentialTest(MEASURED)
-    test.add([evidence(margin=0.3)] * 2)
-    restored = sequential_test.SequentialTest.restored(MEASURED, test.state())
-    assert restored.state() == test.state() and restored.num_rollouts == 2
-    for one in (test, restored):
-        one.add([evidence(margin=0.3)])
-    assert restored.state() == test.state()
-
-
 @pytest.mark.parametrize(("shift", "fresh"), [(0.0025, 11), (0.003, 6), (0.006, 2.2)])
 def test_a_cheat_after_512_honest_rollouts_is_found_in_at_most_1_3_times_the_rollouts_of_a_fresh_one(shift, fresh):
     """Claims err along the advantage in groups of 8 rollouts, over 100 lives. A test that ran since the beginning took 7 times as many."""
