@@ -20,37 +20,51 @@ from sharding import broadcast
 from tests.support import proxy, tiny_run
 
 NUM_STEPS = 4
+SAID = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
+
+
+def topology(server_port, control_port, relay_port):
+    """Returns the fields of a run with one server elsewhere."""
+    return {
+        "topology.mode": "remote",
+        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
+        "topology.relay_port": relay_port,
+    }
+
+
+def announced(process, words=SAID):
+    """Returns the URLs and keys that a process prints for those that are to be started."""
+    proxy.wait_until(lambda: re.search(words, process.text()) or process.poll() is not None, 200, "what to start")
+    return re.search(words, process.text()).groups()
+
+
+def serve(start, workdir, weights, key, server_port, control_port):
+    start(
+        *("server", "-m", "inference.serve", "--weights", weights, "--weights_key", key, "--port", str(server_port)),
+        *("--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"),
+        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
+    )
 
 
 @pytest.mark.slow
 def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     server_port, control_port, relay_port = free_port(), free_port(), free_port()
     workdir = tmp_path / "run"
-    overrides = {
-        "topology.mode": "remote",
-        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
-        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
-        "topology.relay_port": relay_port,
+    overrides = topology(server_port, control_port, relay_port) | {
         "broadcast.snapshot_every": 3,
         "rl.num_steps": NUM_STEPS,
     }
     start = Starter(tmp_path, request)
     learner = start("learner", *tiny_run.command(workdir, **overrides)[1:])
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, learner.text()) or learner.poll() is not None, 200, "what to start")
-    first, key, orchestrator = re.search(said, learner.text()).groups()
+    first, key, orchestrator = announced(learner)
     assert first == f"http://127.0.0.1:{relay_port}"
 
     relay = ["--upstream", first, "--dir", str(tmp_path / "mirror"), "--trusted_key", key, "--port", "0"]
     start("relay", "-m", "sharding.relay", *relay, "--address_file", str(tmp_path / "address"))
     proxy.wait_until((tmp_path / "address").exists, 60, "the second relay")
     second = (tmp_path / "address").read_text()
-    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
-    start(
-        *("server", "-m", "inference.serve", "--weights", second, "--weights_key", key, "--port", str(server_port)),
-        *sizes,
-        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
-    )
+    serve(start, workdir, second, key, server_port, control_port)
     for i in range(2):
         start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
     workers = ["worker0", "worker1"]
@@ -83,8 +97,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
     # Resumed: the server kept running, has each number already, and now gets those of a new epoch.
     resumed = start("resumed", *tiny_run.command(workdir, **(overrides | {"rl.num_steps": NUM_STEPS + 2}))[1:])
-    proxy.wait_until(lambda: re.search(said, resumed.text()) or resumed.poll() is not None, 200, "what to start")
-    start("worker2", "-m", "rl.worker", "--orchestrator", re.search(said, resumed.text())[3])
+    start("worker2", "-m", "rl.worker", "--orchestrator", announced(resumed)[2])
     proxy.wait_until(lambda: resumed.poll() is not None, 400, "the resumed run")
     assert resumed.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
     assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS + 2
@@ -97,13 +110,7 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
     """The run ends, at lag 0, with the losses and weights of an undisturbed one whose orchestrator is in the learner."""
     server_port, control_port, relay_port, port, learner_port = (free_port() for _ in range(5))
     workdir = tmp_path / "run"
-    overrides = {
-        "topology.mode": "remote",
-        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
-        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
-        "topology.relay_port": relay_port,
-        "topology.port": port,
-    }
+    overrides = topology(server_port, control_port, relay_port) | {"topology.port": port}
     start = Starter(tmp_path, request)
     listener = f"--control=127.0.0.1:{learner_port}"
     orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
@@ -111,18 +118,9 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
     learner = tiny_run.command(workdir, **overrides, **there)[1:]
     start("orchestrator", *orchestrator)
     proxy.wait_until((workdir / "control.token").exists, 120, "the orchestrator")
-    start("learner", *learner)
-    process = start.processes["learner"]
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, process.text()) or process.poll() is not None, 200, "what to start")
-    weights, key, url = re.search(said, process.text()).groups()
+    weights, key, url = announced(start("learner", *learner))
     assert url == f"http://127.0.0.1:{port}"
-    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
-    start(
-        *("server", "-m", "inference.serve", "--weights", weights, "--weights_key", key, "--port", str(server_port)),
-        *sizes,
-        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
-    )
+    serve(start, workdir, weights, key, server_port, control_port)
     proxy.wait_until(lambda: "is healthy" in start.processes["orchestrator"].text(), 200, "the server")
 
     def wait_until(is_met, timeout_s, what):
@@ -160,8 +158,7 @@ def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_pa
     start = Starter(tmp_path, request)
     scorer = start("scorer", *tiny_run.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
     said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
-    (orchestrator,) = re.search(said, scorer.text()).groups()
+    (orchestrator,) = announced(scorer, said)
     # As printed, and no sizes of the engine: they are published with the weights.
     weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key, "--port", "0"]
     signing = ["--orchestrator", orchestrator, "--key", str(tmp_path / "server.pem")]
