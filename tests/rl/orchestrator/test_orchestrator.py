@@ -621,9 +621,8 @@ def test_a_group_that_is_void_by_its_verdict_is_no_fault_of_its_worker(make, ver
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
     checked(orchestrator)
-    assert (
-        lease(orchestrator) == [group] and inside(orchestrator).health.state()["workers"] == {}
-    )  # no fault of the worker
+    # no fault of the worker
+    assert lease(orchestrator) == [group] and inside(orchestrator).health.state()["workers"] == {}
     counts = orchestrator.take_counts()
     assert counts[f"trust/num_{verdict.reason}"] == 2
     assert counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
@@ -724,9 +723,8 @@ def test_an_evaluation_waits_for_its_version(make):
 
 
 def test_training_goes_on_during_an_evaluation_of_one_version(make):
-    orchestrator = make(
-        rl__max_lag=0, evaluation__hold_s=0.01
-    )  # given up once there is a newer version, and not before
+    # given up once there is a newer version, and not before
+    orchestrator = make(rl__max_lag=0, evaluation__hold_s=0.01)
     publish(orchestrator, 0)
     evaluated = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
@@ -875,9 +873,8 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     publish(second, 1)
     assert lease(second, 1, OTHER)
     assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
-    assert (
-        lease(second) == [] and inside(second).failure is None and lease(second, key=OTHER)
-    )  # the run continues with others
+    # the run continues with others
+    assert lease(second) == [] and inside(second).failure is None and lease(second, key=OTHER)
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
     waiting = later(second.next_batch, 2)
     proxy.wait_until(lambda: lines)

@@ -630,11 +630,8 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         dataclasses.replace(in_group(text, np.zeros(len(text))), gap_N=np.array(gap), is_second_N=np.array(second))
         for text, gap, second in zip(texts, gaps, seconds, strict=True)
     ]
-    ties = (
-        *MEASURED.ties[:3],
-        MEASURED.ties[0] / 2,
-        *MEASURED.ties[4:],
-    )  # no bet is on less than the own class's share
+    # no bet is on less than the own class's share
+    ties = (*MEASURED.ties[:3], MEASURED.ties[0] / 2, *MEASURED.ties[4:])
     test = sequential_test.SequentialTest(dataclasses.replace(MEASURED, ties=ties))
     test.add(group)
 
