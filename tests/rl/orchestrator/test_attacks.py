@@ -199,6 +199,3 @@ def test_no_json_of_a_request_is_more_than_an_error(tmp_path):
                 assert reply.status_code == 400 and reply.json()["error"]["message"], name
         assert client.http.get("/run", params={"nonce": "x" * 65}).status_code == 400
         assert State.LEASED not in states(run).values() and client.lease(STRANGER)
-
-
-# ---- with a model ----------------------------------------------------------------------------------------------------

@@ -902,9 +902,6 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
     assert not orchestrator.take_counts()["trust/num_refused"]
 
 
-# ---- servers ---------------------------------------------------------------------------------------------------------
-
-
 # ---- hand-off --------------------------------------------------------------------------------------------------------
 
 
