@@ -326,7 +326,7 @@ def test_a_signal_ends_the_search_for_a_proof_of_work(play):
         try:
             assert "2^40 hashes" in process.stderr.readline()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(10) == 0
+            assert process.wait(WAIT_S) == 0
         finally:
             process.kill()
 
@@ -425,7 +425,7 @@ def test_it_ends_with_the_run_or_on_a_signal(play, number):
             process.send_signal(number)
         else:
             played.ended = True
-        assert process.wait(10) == 0
+        assert process.wait(WAIT_S) == 0
         error = process.stderr.read()
     assert error.splitlines()[-1] == ("stopped; groups in progress were given back" if number else "the run ended")
     assert played.beats[-1]["leaving"] is bool(number)  # no listener is left after the end
