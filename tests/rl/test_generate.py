@@ -72,9 +72,8 @@ def test_a_data_set_survives_twenty_kills_and_its_proofs_verify(tmp_path):
         names = {file.name: file.read_bytes() for file in files.glob("*.parquet")}
         assert names | finished == names and len(names) == NUM_PROMPTS  # none was made again
         text = (output / "responses.jsonl").read_bytes()
-        done = subprocess.run(
-            argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300
-        )  # nothing is left to do
+        # nothing is left to do
+        done = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 and (output / "responses.jsonl").read_bytes() == text
         assert {file.name: file.read_bytes() for file in files.glob("*.parquet")} == names
 

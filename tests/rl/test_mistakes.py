@@ -56,6 +56,7 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
             ["rl.worker", "--orchestrator", URL, "--server", "h:1"],
             "--server 'h:1' is not a URL; write http://HOST:PORT",
         ),
+        (["rl.worker", "--orchestrator", URL, "--concurrency", "0"], "--concurrency = 0"),
         (["rl.worker", "--orchestrator", URL, "--give_up_s", "-1"], "--give_up_s = -1 must be at least 0; raise it"),
         (
             ["rl.worker", "--orchestrator", URL, "--give_up_s", "0"],

@@ -9,51 +9,62 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.experiment import workdir as run_directory
 from rl.reporting import metrics
 from sharding import broadcast
-from sharding.system import sign_in
 from tests.support import proxy, tiny_run
 
 NUM_STEPS = 4
+SAID = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
+
+
+def topology(server_port, control_port, relay_port):
+    """Returns the fields of a run with one server elsewhere."""
+    return {
+        "topology.mode": "remote",
+        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
+        "topology.relay_port": relay_port,
+    }
+
+
+def announced(process, words=SAID):
+    """Returns the URLs and keys that a process prints for those that are to be started."""
+    proxy.wait_until(lambda: re.search(words, process.text()) or process.poll() is not None, 200, "what to start")
+    return re.search(words, process.text()).groups()
+
+
+def serve(start, workdir, weights, key, server_port, control_port):
+    start(
+        *("server", "-m", "inference.serve", "--weights", weights, "--weights_key", key, "--port", str(server_port)),
+        *("--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"),
+        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
+    )
 
 
 @pytest.mark.slow
 def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     server_port, control_port, relay_port = free_port(), free_port(), free_port()
     workdir = tmp_path / "run"
-    overrides = {
-        "topology.mode": "remote",
-        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
-        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
-        "topology.relay_port": relay_port,
+    overrides = topology(server_port, control_port, relay_port) | {
         "broadcast.snapshot_every": 3,
         "rl.num_steps": NUM_STEPS,
     }
     start = Starter(tmp_path, request)
     learner = start("learner", *tiny_run.command(workdir, **overrides)[1:])
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, learner.text()) or learner.poll() is not None, 200, "what to start")
-    first, key, orchestrator = re.search(said, learner.text()).groups()
+    first, key, orchestrator = announced(learner)
     assert first == f"http://127.0.0.1:{relay_port}"
 
     relay = ["--upstream", first, "--dir", str(tmp_path / "mirror"), "--trusted_key", key, "--port", "0"]
     start("relay", "-m", "sharding.relay", *relay, "--address_file", str(tmp_path / "address"))
     proxy.wait_until((tmp_path / "address").exists, 60, "the second relay")
     second = (tmp_path / "address").read_text()
-    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
-    start(
-        *("server", "-m", "inference.serve", "--weights", second, "--weights_key", key, "--port", str(server_port)),
-        *sizes,
-        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
-    )
+    serve(start, workdir, second, key, server_port, control_port)
     for i in range(2):
         start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
     workers = ["worker0", "worker1"]
@@ -86,8 +97,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
     # Resumed: the server kept running, has each number already, and now gets those of a new epoch.
     resumed = start("resumed", *tiny_run.command(workdir, **(overrides | {"rl.num_steps": NUM_STEPS + 2}))[1:])
-    proxy.wait_until(lambda: re.search(said, resumed.text()) or resumed.poll() is not None, 200, "what to start")
-    start("worker2", "-m", "rl.worker", "--orchestrator", re.search(said, resumed.text())[3])
+    start("worker2", "-m", "rl.worker", "--orchestrator", announced(resumed)[2])
     proxy.wait_until(lambda: resumed.poll() is not None, 400, "the resumed run")
     assert resumed.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
     assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS + 2
@@ -100,13 +110,7 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
     """The run ends, at lag 0, with the losses and weights of an undisturbed one whose orchestrator is in the learner."""
     server_port, control_port, relay_port, port, learner_port = (free_port() for _ in range(5))
     workdir = tmp_path / "run"
-    overrides = {
-        "topology.mode": "remote",
-        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
-        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
-        "topology.relay_port": relay_port,
-        "topology.port": port,
-    }
+    overrides = topology(server_port, control_port, relay_port) | {"topology.port": port}
     start = Starter(tmp_path, request)
     listener = f"--control=127.0.0.1:{learner_port}"
     orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
@@ -114,18 +118,9 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
     learner = tiny_run.command(workdir, **overrides, **there)[1:]
     start("orchestrator", *orchestrator)
     proxy.wait_until((workdir / "control.token").exists, 120, "the orchestrator")
-    start("learner", *learner)
-    process = start.processes["learner"]
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, process.text()) or process.poll() is not None, 200, "what to start")
-    weights, key, url = re.search(said, process.text()).groups()
+    weights, key, url = announced(start("learner", *learner))
     assert url == f"http://127.0.0.1:{port}"
-    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
-    start(
-        *("server", "-m", "inference.serve", "--weights", weights, "--weights_key", key, "--port", str(server_port)),
-        *sizes,
-        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
-    )
+    serve(start, workdir, weights, key, server_port, control_port)
     proxy.wait_until(lambda: "is healthy" in start.processes["orchestrator"].text(), 200, "the server")
 
     def wait_until(is_met, timeout_s, what):
@@ -150,74 +145,6 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
 
 
 @pytest.mark.slow
-def test_who_joins_serves_within_two_versions_and_who_leaves_costs_no_group(tmp_path, request):
-    names = ["server0", "server1", "worker0", "worker1"]
-    keys = {name: rollout_lib.WorkerKey.generate() for name in names}
-    for name, key in keys.items():
-        key.save(tmp_path / f"{name}.pem")
-    servers, workers = (str(tuple(keys[name].worker for name in part)) for part in (names[:2], names[2:]))
-    overrides = {"topology.server_keys": servers, "topology.workers": workers, "topology.relay_port": free_port()}
-    overrides |= {"topology.lease_s": 10.0, "topology.heartbeat_s": 1.0, "topology.mode": "remote"}
-    workdir, start = tmp_path / "run", Starter(tmp_path, request)
-    learner = start("learner", *tiny_run.command(workdir, **overrides, **{"rl.num_steps": 10**5})[1:])
-    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
-
-    def until(is_met, what):
-        proxy.wait_until(lambda: is_met() or learner.poll() is not None, 200, what)
-        assert learner.poll() is None, learner.text()[-3000:]
-
-    until(lambda: re.search(said, learner.text()), "what to start")
-    weights, key, url = re.search(said, learner.text()).groups()
-
-    def join(name, *command):
-        start(name, "-m", *command, "--orchestrator", url, "--key", str(tmp_path / f"{name}.pem"))
-
-    def step_until(count):
-        until(lambda: len(tiny_run.lines(workdir)) >= count, f"step {count}")
-
-    def leave(name):
-        start.processes[name].terminate()
-        until(lambda: name in start.ended(), f"the end of {name}")
-        assert start.processes[name].returncode == 0, start.processes[name].text()[-3000:]
-        step_until(len(tiny_run.lines(workdir)) + 5)
-
-    serve = ["inference.serve", "--weights", weights, "--weights_key", key, "--port", "0"]
-    join("server0", *serve)
-    for name in names[2:]:
-        join(name, "rl.worker", "--concurrency", "1")
-    step_until(2)
-    join("server1", *serve)
-    run = run_directory.signing_key(workdir)
-    operator, joined = sign_in.Orchestrator(url, run.private, run.worker), keys["server1"].worker
-
-    def has_joined():
-        time.sleep(0.2)
-        return joined in [row["key"] for row in operator.ask("/nodes")["nodes"] if row["policy"]]
-
-    until(has_joined, "the second server")
-    begin, served = broadcast.latest(workdir / "weights"), set()
-
-    def has_served():
-        time.sleep(0.2)
-        for file in sorted((workdir / "rollouts").glob("step_*/accepted.parquet")):
-            by_it = [rollout for rollout in parquet.read(file) if rollout.server == joined]
-            served.update(int(version) for one in by_it for version in one.versions[one.sampled_mask])
-        return served
-
-    until(has_served, "rollouts of the second server")
-    assert min(served) <= begin + 2
-    leave("server0")
-    leave("worker0")
-    lost_s = time.monotonic() + overrides["topology.lease_s"] + 2  # a lease that was not handed back expires
-    until(lambda: time.monotonic() > lost_s, "the end of leases")
-    step_until(len(tiny_run.lines(workdir)) + 2)
-    lines = tiny_run.lines(workdir)
-    refused, expired = (sum(line[f"trust/num_{name}"] for line in lines) for name in ("refused", "lease_expired"))
-    print(f"{len(lines)} steps; the second server was ready at version {begin}, and first served {min(served)}")
-    assert refused == expired == 0 and "server1" not in start.ended()
-
-
-@pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
     workdir, relay_port = tmp_path / "run", free_port()
@@ -231,8 +158,7 @@ def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_pa
     start = Starter(tmp_path, request)
     scorer = start("scorer", *tiny_run.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
     said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
-    proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
-    (orchestrator,) = re.search(said, scorer.text()).groups()
+    (orchestrator,) = announced(scorer, said)
     # As printed, and no sizes of the engine: they are published with the weights.
     weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key, "--port", "0"]
     signing = ["--orchestrator", orchestrator, "--key", str(tmp_path / "server.pem")]

@@ -3,9 +3,7 @@
 A run here is the quickstart with fewer steps and tasks: same model function, engine, HTTP server, broadcast, proofs.
 """
 
-import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -27,7 +25,6 @@ from rl.ledger import task_ranges
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from sharding.logs import run_logs
-from tests.rl.swarm.test_swarm import processes_of
 from tests.support import ledgers, tiny_run
 
 
@@ -205,27 +202,6 @@ def test_a_swarm_learns_the_same_bits_at_lag_0(trained, tmp_path):
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     found, expected = tiny_run.learned(tmp_path / "w"), tiny_run.learned(trained[0])
     assert len(found[0]) == 6 and found == expected
-
-
-@pytest.mark.slow
-def test_batches_of_the_first_groups_do_not_wait_for_a_slow_worker(tmp_path):
-    fields = dict(rl__batch="first", rl__max_lag=2, rl__oversampling=1.5, rl__refill=0.5, topology__num_workers=2)
-    command = tiny_run.command(tmp_path / "w", rl__loss="masked_importance_sampling", **fields)
-    with subprocess.Popen(command, cwd=tiny_run.ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as run:
-        while run.poll() is None:
-            pids = [pid for pid, name in processes_of(tmp_path / "w").items() if "rl.worker" in name]
-            with contextlib.suppress(ProcessLookupError):
-                for number, pause_s in ((signal.SIGSTOP, 0.6), (signal.SIGCONT, 0.2)):
-                    for pid in sorted(pids)[:1]:
-                        os.kill(pid, number)
-                    time.sleep(pause_s)
-    assert run.returncode == 0
-    steps = tiny_run.curve(tmp_path / "w")
-    assert len(steps) == 6 and max(step["sync/lag_max"] for step in steps) > 0
-    assert all(
-        {"batch/num_stale", "batch/num_flat", "batch/length_dropped", "batch/length_waiting"} <= {*s} for s in steps
-    )
-    assert audit.main([str(tmp_path / "w")]) == 0
 
 
 @pytest.mark.slow

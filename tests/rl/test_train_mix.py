@@ -1,4 +1,4 @@
-"""Whole runs of a mix of environments, as commands: batches, metrics, and scores of each, an audit, a resume, and learning."""
+"""Whole runs of a mix of environments, as commands: batches, metrics, and scores of each, an audit, and learning."""
 
 import json
 import subprocess
@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from rl import audit
-from rl.envs.native import gsm8k
 from tests.support import commands, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
@@ -61,39 +60,6 @@ def test_the_environments_of_a_config_are_shown(capsys):
     assert commands.run("rl.envs", "try", "--config", "examples/mix.py:/none", "--n", "1") == 1
     assert "envs.gsm8k: envs.gsm8k.options.path = '/none' has no train.jsonl" in capsys.readouterr().err
     assert commands.run("rl.envs", "try") == 1
-
-
-@pytest.mark.slow
-def test_a_resumed_mix_repeats_bit_for_bit_and_refuses_another_mix(finished, tmp_path):
-    workdir = tmp_path / "w"
-    run(workdir, rl__num_steps=2)
-    result = run(workdir)
-    assert "resuming after step 2" in result.stdout
-    assert tiny_run.learned(workdir) == tiny_run.learned(finished[0])
-    flags = [f"--config.{name}={value}" for name, value in (TINY | {"envs.letters.ratio": 3.0}).items()]
-    command = [sys.executable, "-m", "rl.train", "--config=examples/mix.py", f"--workdir={workdir}", *flags]
-    refused = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 1 and "envs.letters.ratio was 2.0, now 3.0" in refused.stderr
-
-
-@pytest.mark.slow
-def test_gsm8k_and_a_mix_train_from_one_config(tmp_path):
-    rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(40)]
-    for name, part in (("train.jsonl", rows[:30]), ("test.jsonl", rows[30:])):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-    assert gsm8k.build(path=str(tmp_path)).make_task(0, "train").answer.endswith("#### 0")
-    fields = {name: value for name, value in TINY.items() if not name.startswith("warmup.")}
-    sizes = {
-        "rl.prompts_per_step": 4,
-        "rl.num_steps": 2,
-        "envs.gsm8k.samples_per_prompt": 2,
-        "envs.gsm8k.max_tokens": 24,
-    }
-    run(tmp_path / "w", f"examples/mix.py:{tmp_path}", fields | sizes, train__rows=1)
-    last = tiny_run.lines(tmp_path / "w")[-1]
-    assert [last[f"env/{env}/num_groups"] for env in ("letters", "digits", "gsm8k")] == [2, 1, 1]
-    assert 12 < last["env/gsm8k/response_length_max"] <= 24 and last["env/letters/response_length_max"] <= 12
-    assert last["trust/num_refused"] == 0 and audit.main([str(tmp_path / "w")]) == 0
 
 
 @pytest.mark.slow

@@ -1,13 +1,15 @@
 """A clock that tests set by hand, and an event loop that skips all waiting."""
 
 import asyncio
+import dataclasses
 import selectors
 
 
+@dataclasses.dataclass
 class Clock:
     """Returns `now` when called."""
 
-    now = 0.0
+    now: float = 0.0
 
     def __call__(self) -> float:
         """The current time in seconds."""

@@ -1,11 +1,11 @@
-"""VinePPO against exact values of a chain, by hand, and in training on decisions that each count on their own."""
+"""VinePPO against exact values of a chain, and by hand."""
 
 import math
 
 import numpy as np
 import pytest
 
-from rl.algorithms import advantages, vine
+from rl.algorithms import vine
 
 OPTIONS = {"num_continuations": 3, "step_tokens": 2, "max_states": 2, "token_ratio": 2.0}
 
@@ -74,52 +74,3 @@ def test_values_of_a_chain_are_within_three_standard_errors():
     exact = np.diff([chain.value(choices[:s]) for s in range(6)])
     error = np.std(found, axis=0, ddof=1) / math.sqrt(len(found))
     assert (np.abs(np.mean(found, axis=0) - exact) <= 3 * error + 1e-12).all()
-
-
-def train(use_vine, seed, *, num_decisions=10, samples=4, rate, num_updates=60, token_ratio=1e9, max_states=99):
-    """Returns the curve of (sampled tokens, expected reward), one more than the updates; tabular policy gradient on the chain."""
-    rng, logits, tokens, curve = np.random.default_rng(seed), np.zeros(num_decisions), 0, []
-    options = {"num_continuations": 3, "step_tokens": 1, "max_states": max_states, "token_ratio": token_ratio}
-    for _ in range(num_updates + 1):
-        chain = Chain(1 / (1 + np.exp(-logits)))
-        curve.append((tokens, chain.p.mean()))
-        group = [chain.sample(rng) for _ in range(samples)]
-        rewards = np.array([chain.reward(one) for one in group])
-        tokens += samples * num_decisions
-        base = advantages.leave_one_out(rewards)
-        plans = [[] for _ in group]
-        if use_vine:
-            logprobs = [np.log(np.where(one == 1, chain.p, 1 - chain.p)) for one in group]
-            plans = vine.plan(rewards, logprobs, **options)
-        gradient = np.zeros(num_decisions)
-        for one, reward, A, states in zip(group, rewards, base, plans, strict=True):
-            tokens += sum(3 * (num_decisions - s) for s in states)
-            values = [np.mean([chain.reward(chain.sample(rng, one[:s])) for _ in range(3)]) for s in states]
-            gradient += vine.advantages(reward, reward - A, num_decisions, states, values) * (one - chain.p)
-        logits += rate * gradient / samples
-    return np.array(curve)
-
-
-def until(curve, target=0.9):
-    """Returns (updates, tokens) until the expected reward is `target`, or all of them."""
-    first = next((number for number, (_, reward) in enumerate(curve) if reward >= target), len(curve) - 1)
-    return first, curve[first, 0]
-
-
-def fewest(name, **options):
-    """Returns the mean (updates, tokens) of 5 seeds in groups of 4, at the rate of learning that needs the fewest updates, and prints its curve."""
-    runs = [[train(seed=seed, rate=rate, **options) for seed in range(5)] for rate in (10.0, 20.0, 40.0)]
-    best = min(runs, key=lambda own: np.mean([until(one)[0] for one in own]))
-    updates = [np.mean([one[n, 1] for one in best]) for n in (0, 1, 2, 4, 6, 8, 12, 16)]
-    after = [np.mean([one[one[:, 0] <= count][-1, 1] for one in best]) for count in (80, 160, 320, 640, 1280)]
-    print(f"{name}: reward after updates {np.round(updates, 2)}, after tokens {np.round(after, 2)}")
-    return tuple(np.mean([until(one) for one in best], axis=0))
-
-
-def test_it_needs_at_most_half_of_the_updates_for_ten_independent_decisions():
-    """0.9 of the reward, each at its own best rate. bench/results/algorithms.md has the figures at equal tokens, too, where it loses."""
-    plain, vined = fewest("leave-one-out", use_vine=False), fewest("every state", use_vine=True)
-    assert vined[0] <= 0.5 * plain[0], (vined, plain)
-    budgeted = fewest("budget", use_vine=True, token_ratio=2.0, max_states=4)
-    assert vined[0] < budgeted[0] < plain[0] and plain[1] < budgeted[1] < vined[1], (vined, budgeted, plain)
-    print("updates, tokens:", plain, vined, budgeted)

@@ -620,9 +620,8 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
             train.check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
-    path.write_text(
-        "\n".join(json.dumps({"prompt": f"{n} " * 2**20, "answer": "1"}) for n in range(3))
-    )  # of 20 MB, 26 s
+    # of 20 MB, 26 s
+    path.write_text("\n".join(json.dumps({"prompt": f"{n} " * 2**20, "answer": "1"}) for n in range(3)))
     with pytest.raises(ValueError, match=r"task \d+ \(\w+\) has \d{7} bytes, .* has no room for an answer; raise it"):
         rules.check_prompts(exp.config, exp.tokenizer)
 

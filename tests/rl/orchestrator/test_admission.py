@@ -25,6 +25,7 @@ from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from sharding.system import signed_message
 from tests.support import signed_http, validators
+from tests.support.clock import Clock
 from tests.support.groups import answers
 from tests.support.orchestrators import inside, marks
 
@@ -33,16 +34,9 @@ LEASE_S = 8.0
 WAIT_S = 60
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -78,24 +72,24 @@ def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, firs
     worker, other = (rollout_lib.WorkerKey.generate().worker for _ in range(2))
     orchestrator = make([worker, other])
     held = [group.key for group in orchestrator.leases.lease(worker, 16)]
-    clock.now_s += 2.0
+    clock.now += 2.0
     orchestrator.leases.lease(other, 0)
 
     def tick(seconds):
         for _ in range(round(5 * seconds)):
-            clock.now_s += 0.2
-            orchestrator.leases.tick(clock.now_s)
-            orchestrator.nodes._ticked_s = clock.now_s  # as its loop does
+            clock.now += 0.2
+            orchestrator.leases.tick(clock.now)
+            orchestrator.nodes._ticked_s = clock.now  # as its loop does
 
     tick(4.0)
-    clock.now_s += 10_000.0
+    clock.now += 10_000.0
     if first == "lease":
         assert orchestrator.leases.lease(other, 16) == []
     elif first == "heartbeat":
         assert orchestrator.leases.beat(worker, "worker", registry.Report(), held, leaving=False) == []
-    orchestrator.leases.tick(clock.now_s)
-    orchestrator.nodes._sweep(clock.now_s)
-    orchestrator.nodes._check_patience(clock.now_s, lambda there: not there)
+    orchestrator.leases.tick(clock.now)
+    orchestrator.nodes._sweep(clock.now)
+    orchestrator.nodes._check_patience(clock.now, lambda there: not there)
     assert {row["state"] for row in orchestrator.table()} == {"healthy"}
     tick(LEASE_S - 0.4 if first == "heartbeat" else 1.6)
     assert (
@@ -134,28 +128,28 @@ def fresh():
 
 def periods(orchestrator, clock, honest, *, rate, network, per_s=10.0, act=lambda orchestrator, worker, groups: None):
     """The lease periods until all groups are eligible. Each honest key asks `per_s` times a second and needs 0.5 s for a group."""
-    begun_s, tie, rng = clock.now_s, itertools.count(), random.Random(rate)
+    begun_s, tie, rng = clock.now, itertools.count(), random.Random(rate)
     events = [(begun_s, next(tie), None, None)]
     begin_s = begun_s + 0.1  # the flood comes first
     events += [(begin_s + i / per_s / len(honest), next(tie), key, None) for i, key in enumerate(honest)]
     attackers, busy = enumerate(fresh()), dict.fromkeys(honest, 0)
     while num_left(orchestrator):
-        clock.now_s, _, key, group = heapq.heappop(events)
-        assert clock.now_s < begun_s + 20 * LEASE_S
+        clock.now, _, key, group = heapq.heappop(events)
+        assert clock.now < begun_s + 20 * LEASE_S
         if key is None:
             number, worker = next(attackers)
             act(orchestrator, worker, orchestrator.leases.lease(worker, 16, network(number)))
-            heapq.heappush(events, (clock.now_s + rng.expovariate(rate), next(tie), None, None))
+            heapq.heappush(events, (clock.now + rng.expovariate(rate), next(tie), None, None))
         elif group is None:
             groups = orchestrator.leases.lease(key.worker, 4 - busy[key], f"honest {honest.index(key)}")
             busy[key] += len(groups)
             for leased in groups:
-                heapq.heappush(events, (clock.now_s + 0.5, next(tie), key, leased))
-            heapq.heappush(events, (clock.now_s + rng.uniform(0.5, 1.5) / per_s, next(tie), key, None))
+                heapq.heappush(events, (clock.now + 0.5, next(tie), key, leased))
+            heapq.heappush(events, (clock.now + rng.uniform(0.5, 1.5) / per_s, next(tie), key, None))
         else:
             busy[key] -= 1
             deliver(orchestrator, key, group)
-    return (clock.now_s - begun_s) / LEASE_S
+    return (clock.now - begun_s) / LEASE_S
 
 
 def health_of(*invited):
@@ -207,7 +201,7 @@ def test_a_newcomer_copies_a_group_of_the_only_worker_when_that_is_late(make, cl
         len(orchestrator.leases.lease(key.worker, 64, "a")) == 8
         and orchestrator.leases.lease(other.worker, 64, "b") == []
     )
-    clock.now_s += LEASE_S / 2
+    clock.now += LEASE_S / 2
     (copy,) = orchestrator.leases.lease(other.worker, 64, "b")
     deliver(orchestrator, other, copy)
     assert len(orchestrator.leases.lease(other.worker, 64, "b")) == 2  # it has a record now
@@ -219,11 +213,11 @@ def test_newcomers_that_hold_a_group_and_its_copy_keep_no_known_worker_from_it(m
     earn(orchestrator, honest, 12)
     (group,), held = (orchestrator.leases.lease(key.worker, 64, key.worker) for key in (one, honest))
     assert len(held) == 11
-    clock.now_s += 1.0
+    clock.now += 1.0
     assert orchestrator.leases.lease(other.worker, 64, "b")[0].key == group.key  # the one leased first
     for leased in held:
         deliver(orchestrator, honest, leased)
-    clock.now_s += 1.0
+    clock.now += 1.0
     for key in (one, other):
         orchestrator.leases.beat(key.worker, "worker", registry.Report(), [group.key], leaving=False)
     assert orchestrator.leases.has_work() and orchestrator.leases.lease(STRANGER.worker, 1, "c") == []
@@ -311,7 +305,7 @@ def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock)
     saved, again = json.loads(json.dumps(inside(orchestrator).health.state())), health_of()
     again.restore(saved)
     assert again.is_known(key.worker) and not again.is_known(other.worker)
-    again.rejected(key.worker, ("train", 1, 0), clock.now_s, is_fault=False)
+    again.rejected(key.worker, ("train", 1, 0), clock.now, is_fault=False)
     assert not again.is_known(key.worker)
 
 
@@ -343,11 +337,11 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     kept = orchestrator.leases.lease(key.worker, 64, "", [group.key for group in groups])
     assert len(kept) == 8 and not {g.key for g in kept} & {g.key for g in groups} and {g.version for g in kept} == {1}
     assert orchestrator.take_counts()["trust/num_lease_void"] == 8
-    clock.now_s += LEASE_S + 1
+    clock.now += LEASE_S + 1
     assert len(groups := orchestrator.leases.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
     assert orchestrator.take_counts()["trust/num_lease_expired"] == 8
     only = {"may_lease": lambda key: key == groups[0].key, "is_late": lambda lease: True}
-    (copy,) = inside(orchestrator).queue.lease(other.worker, 1, clock.now_s + 1, **only)
+    (copy,) = inside(orchestrator).queue.lease(other.worker, 1, clock.now + 1, **only)
     assert deliver(orchestrator, other, copy) == "accepted"
     orchestrator.leases.lease(key.worker, 0, "", [copy.key])  # given back, as another worker made it
     assert orchestrator.take_counts()["trust/num_lease_void"] == 1 and marks(orchestrator, key.worker)["record"] == 3
@@ -383,7 +377,7 @@ def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_
     earn(orchestrator, key, 3)
     old = orchestrator.leases.lease(key.worker, 64)
     publish(orchestrator, 1)
-    clock.now_s += LEASE_S + 1
+    clock.now += LEASE_S + 1
     new = {group.key: group for group in orchestrator.leases.lease(key.worker, 64)}
     again = [group for group in old if group.key in new]
     assert again and {group.version for group in old} == {0} and {group.version for group in new.values()} == {1}
@@ -402,9 +396,9 @@ def test_a_newcomer_waits_for_its_place_unless_its_version_was_replaced(make, cl
     if is_void:
         publish(orchestrator, 1)
     assert orchestrator.leases.lease(key.worker, 4, "", [group.key]) == []
-    clock.now_s += LEASE_S / 16 + 0.1
+    clock.now += LEASE_S / 16 + 0.1
     assert len(orchestrator.leases.lease(key.worker, 4)) == is_void
-    clock.now_s += LEASE_S / 4
+    clock.now += LEASE_S / 4
     assert is_void or len(orchestrator.leases.lease(key.worker, 4)) == 1
 
 
@@ -413,13 +407,13 @@ def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
     orchestrator, (honest, one, other) = make(num_groups=4), (rollout_lib.WorkerKey.generate() for _ in range(3))
     for key in (honest, one, other):
         earn(orchestrator, key, 1)
-    ((group,), report, since_s) = orchestrator.leases.lease(one.worker, 1), registry.Report(), clock.now_s
+    ((group,), report, since_s) = orchestrator.leases.lease(one.worker, 1), registry.Report(), clock.now
     while not (found := orchestrator.leases.lease(honest.worker, 1)):
-        clock.now_s += LEASE_S / 8
+        clock.now += LEASE_S / 8
         orchestrator.leases.lease(other.worker, 1)
         for key in (one, other):
             orchestrator.leases.beat(key.worker, "worker", report, [group.key], leaving=False)
-        assert clock.now_s < since_s + 2 * LEASE_S
+        assert clock.now < since_s + 2 * LEASE_S
     assert found[0].key == group.key and deliver(orchestrator, honest, group) in ("accepted", "quarantined")
     assert num_left(orchestrator) == 0 and marks(orchestrator, one.worker)["record"] == 1  # it may only be slow
 
@@ -434,7 +428,7 @@ def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):
         for key in keys:
             num_leases += len(orchestrator.leases.lease(key.worker, 16))
             orchestrator.leases.beat(key.worker, "worker", registry.Report(), [], leaving=True)
-            clock.now_s += 0.001
+            clock.now += 0.001
     assert 4 <= num_leases <= 12 and not any(inside(orchestrator).health.is_known(key.worker) for key in keys)
 
 
@@ -445,16 +439,16 @@ def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
     names = fresh()
     taken = [orchestrator.leases.lease(next(names), 1, f"net {n}") for n in range(4)]
     assert all(taken)
-    clock.now_s += LEASE_S / 4 + 0.1
+    clock.now += LEASE_S / 4 + 0.1
     orchestrator.leases.lease(known.worker, 0)
     lost = {group.key for groups in taken for group in groups}
     for n in range(4):  # not the lost ones, which lead the queue
         (group,) = orchestrator.leases.lease(next(names), 1, f"net {n}")
         assert group.key not in lost
     assert {group.key for group in orchestrator.leases.lease(known.worker, 2)} <= lost
-    clock.now_s += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
+    clock.now += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
     assert all(orchestrator.leases.lease(next(names), 1, f"net {n}") for n in range(4))
-    assert all(inside(orchestrator).health.may_lease(next(names), key, clock.now_s) for key in lost)
+    assert all(inside(orchestrator).health.may_lease(next(names), key, clock.now) for key in lost)
 
 
 def test_a_held_out_group_is_no_record(make, clock):
@@ -488,8 +482,8 @@ def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
 
     def ask(name, number):
         now[0] += 1e-3
-        clock.now_s += 1e-3
-        assert rate.take(str(number), clock.now_s)
+        clock.now += 1e-3
+        assert rate.take(str(number), clock.now)
         verifier.verify(message | {"worker": name, "time_us": int(now[0] * 1e6)}, "lease")
         orchestrator.leases.lease(name, 4, str(number))
 

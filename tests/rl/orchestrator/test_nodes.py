@@ -712,16 +712,15 @@ def test_as_many_waiters_are_woken_as_there_is_work_in_order(make):
         strangers_first = [keys[2], keys[3], keys[0], keys[1]]
         calls = []
         for key in strangers_first:
-            calls.append(pool.submit(Node(orchestrator, key).lease, 2, wait_s=4.0))
-            time.sleep(0.1)
+            calls.append(pool.submit(Node(orchestrator, key).lease, 2, wait_s=WAIT_S))
+            proxy.wait_until(lambda: orchestrator.nodes.num_signed_in() == len(calls), WAIT_S)
         time.sleep(0.7)  # longer than silent workers count as there
-        assert orchestrator.nodes.num_signed_in() == 4
-        begun_s = time.monotonic()
+        proxy.wait_until(lambda: orchestrator.nodes.num_signed_in() == 4, WAIT_S)
         orchestrator.publish(timeline.Policy(0, 0))  # opens 6 groups; newcomers get one in four of those
-        counts = [len(call.result(WAIT_S)) for call in calls]
-        assert counts == [1, 0, 2, 2] and time.monotonic() - begun_s > 1.5  # the second waited in vain
+        assert [len(calls[number].result(WAIT_S)) for number in (0, 2, 3)] == [1, 2, 2] and not calls[1].done()
         begun_s = time.monotonic()
         assert Node(orchestrator, keys[3]).lease(1, wait_s=0.5) == [] and time.monotonic() - begun_s > 0.4
+        assert calls[1].result(WAIT_S) == []  # which its later request ended
 
 
 def test_a_newcomer_gets_a_group_although_one_worker_could_take_all(make):
@@ -730,8 +729,8 @@ def test_a_newcomer_gets_a_group_although_one_worker_could_take_all(make):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         calls = []
         for key in (KEY, STRANGER):
-            calls.append(pool.submit(Node(orchestrator, key).lease, 6, wait_s=4.0))
-            time.sleep(0.2)
+            calls.append(pool.submit(Node(orchestrator, key).lease, 6, wait_s=WAIT_S))
+            proxy.wait_until(lambda: orchestrator.nodes.num_signed_in() == len(calls), WAIT_S)
         orchestrator.publish(timeline.Policy(0, 0))
         assert [len(call.result(WAIT_S)) for call in calls] == [5, 1]
 
@@ -755,11 +754,11 @@ def test_the_end_of_a_run_is_told_to_workers_that_wait_and_that_work(make):
     body = signed_http.lease_body(OTHER, idle.session, 1, wait_s=WAIT_S)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(idle.http.post, "/lease", json=body)
-        time.sleep(0.3)
+        proxy.wait_until(lambda: orchestrator.nodes.num_signed_in() == 2)
         ending = pool.submit(orchestrator.end)
         assert waiting.result(WAIT_S).json()["ended"] is True
         assert not ending.done() and busy.beat()["ended"] is True
-        ending.result(2)
+        ending.result(10)  # 15 without word from the worker
     assert busy.lease(3) == []
 
 

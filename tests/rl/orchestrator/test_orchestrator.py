@@ -41,7 +41,7 @@ from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
-from tests.support import ledgers, proxy, signed_http, validators
+from tests.support import clock, ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
 from tests.support.orchestrators import inside, marks
 
@@ -268,21 +268,14 @@ def test_a_version_opens_the_batches_that_may_use_it(make, lag):
         assert steps == ([version + 1 + lag] * 3 if version + 1 + lag <= 6 else [])
 
 
-@pytest.mark.parametrize("kind", ["prescribed", "first"])
-def test_a_resumed_run_opens_what_follows(make, kind):
-    orchestrator = make(rl__max_lag=1, rl__batch=kind)
-    orchestrator.resume(4)  # without a ledger, as an evaluation does
-    publish(orchestrator, 4)
-    assert [group.step for group in lease(orchestrator)] == [5] * 3 + [6] * 3
-
-
 def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
-    orchestrator = make(topology__lease_s=0.5)
+    now = clock.Clock()
+    orchestrator = make(hooks={"clock": now}, topology__lease_s=0.5)
     publish(orchestrator, 0)
     first, rest = lease(orchestrator, 1), lease(orchestrator, 1, OTHER)
     assert [group.group for group in first + rest] == [0, 1]
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
-    time.sleep(0.6)
+    now.now += 0.6
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
     end_leases(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
@@ -417,27 +410,22 @@ def test_what_was_not_leased_or_is_there_already(make):
     assert group not in lease(orchestrator)
 
 
-def test_one_file_may_hold_several_groups(make):
-    orchestrator = make()
-    publish(orchestrator, 0)
-    a, b, _ = lease(orchestrator)
-    rollouts = [*answers(a), *(dataclasses.replace(r, temperature=0.5) for r in answers(b))][::-1]
-    verdicts = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in rollouts])
-    assert verdicts["train/1/0"] == "accepted" and verdicts["train/1/1"].startswith("refused: temperature")
-
-
 def test_leases_go_on_while_a_long_file_is_sorted_by_its_groups(make, monkeypatch):
     """Attack: the groups of all rows were looked up under one lock, and no worker got an answer meanwhile."""
     orchestrator, split, found = make(), submissions.Submissions._split, []
     publish(orchestrator, 0)
-    rollouts = [rollout_lib.sign(r, KEY) for group in lease(orchestrator) for r in answers(group)]
+    first, second, third = (answers(group) for group in lease(orchestrator))
+    second = [dataclasses.replace(r, temperature=0.5) for r in second]
+    rollouts = [rollout_lib.sign(r, KEY) for r in [*first, *second, *third][::-1]]
 
     def between(self, step, group, index):
         found.append(later(lease, orchestrator, 1, OTHER).result(WAIT_S))
         return split(self, step, group, index)
 
     monkeypatch.setattr(submissions.Submissions, "_split", between)
-    assert [*hand_in(orchestrator, rollouts).values()] == 3 * ["accepted"] and len(found) == 3
+    verdicts = hand_in(orchestrator, rollouts)
+    assert verdicts.pop("train/1/1").startswith("refused: temperature") and len(found) == 3
+    assert verdicts == {"train/1/0": "accepted", "train/1/2": "accepted"}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -634,9 +622,8 @@ def test_a_group_that_is_void_by_its_verdict_is_no_fault_of_its_worker(make, ver
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
     checked(orchestrator)
-    assert (
-        lease(orchestrator) == [group] and inside(orchestrator).health.state()["workers"] == {}
-    )  # no fault of the worker
+    # no fault of the worker
+    assert lease(orchestrator) == [group] and inside(orchestrator).health.state()["workers"] == {}
     counts = orchestrator.take_counts()
     assert counts[f"trust/num_{verdict.reason}"] == 2
     assert counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
@@ -737,9 +724,8 @@ def test_an_evaluation_waits_for_its_version(make):
 
 
 def test_training_goes_on_during_an_evaluation_of_one_version(make):
-    orchestrator = make(
-        rl__max_lag=0, evaluation__hold_s=0.01
-    )  # given up once there is a newer version, and not before
+    # given up once there is a newer version, and not before
+    orchestrator = make(rl__max_lag=0, evaluation__hold_s=0.01)
     publish(orchestrator, 0)
     evaluated = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
@@ -888,9 +874,8 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     publish(second, 1)
     assert lease(second, 1, OTHER)
     assert submit(second, answers(lease(second, 1)[0], temperature=0.3)).startswith("refused: temperature")
-    assert (
-        lease(second) == [] and inside(second).failure is None and lease(second, key=OTHER)
-    )  # the run continues with others
+    # the run continues with others
+    assert lease(second) == [] and inside(second).failure is None and lease(second, key=OTHER)
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.01)
     waiting = later(second.next_batch, 2)
     proxy.wait_until(lambda: lines)
@@ -915,9 +900,6 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
     with pytest.raises(ValueError, match=message):
         waiting.result(WAIT_S)
     assert not orchestrator.take_counts()["trust/num_refused"]
-
-
-# ---- servers ---------------------------------------------------------------------------------------------------------
 
 
 # ---- hand-off --------------------------------------------------------------------------------------------------------

@@ -129,9 +129,8 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
         "http://server1": HONEST.worker
     }
     assert "gets no more work" in run.lines[-1] and not inside(run).failure
-    assert (
-        not inside(run).health.is_banned(WORKER.worker) and inside(run).health.rate(WORKER.worker) < 0.9
-    )  # not even a suspect
+    # not even a suspect
+    assert not inside(run).health.is_banned(WORKER.worker) and inside(run).health.rate(WORKER.worker) < 0.9
     assert marks(run, WORKER.worker)["num_halvings"] == 0
     assert inside(run).counts["refused"] == 0 and inside(run).counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known

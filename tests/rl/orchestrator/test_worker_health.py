@@ -85,11 +85,11 @@ def test_keys_that_are_gone_are_forgotten():
         health.accepted(f"key {i}", KEY)
         health.seen(f"key {i}", i * 0.1)
     assert len(health._seen_s) <= 101 and health.has_others("bad", 199.9)  # a hundred of them within a lease
-    begun_s = time.monotonic()
+    begun_s = time.process_time()
     for i in range(10_000):  # in one partition
         health.expired(f"key {i % 2_000}", KEY, 199.9 + i * 0.001, blame=True)
         health.left(f"key {i}", 199.9 + i * 0.001)
-    assert time.monotonic() - begun_s < 1 and health.state()["workers"] == {}
+    assert time.process_time() - begun_s < 1 and health.state()["workers"] == {}
 
 
 @pytest.mark.parametrize("record", [0, 1, 31, 32, 100, 607, 608, 10**6])

@@ -781,15 +781,6 @@ def test_a_decode_step_reads_the_weights_and_the_pages_in_use(name):
 
 @pytest.mark.slow
 @needs_compiler
-def test_two_slices_train_intellect_2():
-    """Each slice has all parameters; the gradient is summed over the network between them."""
-    code, out, err = command("--config=configs/intellect2.py", "--programs=train", "--num_slices=2")
-    assert code == 0, out + err
-    assert "128 chips, mesh data=2 x fsdp=64" in out and re.search(r"all-reduce over data:", out)
-
-
-@pytest.mark.slow
-@needs_compiler
 def test_a_pod_too_small_is_refused_with_a_remedy():
     """One for the learner, one for the server, each compiled."""
     code, out, _ = command("--config=configs/intellect3.py", "--topology=v5e:2x4")

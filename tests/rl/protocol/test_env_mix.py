@@ -47,15 +47,6 @@ def test_any_first_groups_have_the_ratios_within_one_group(ratios):
             assert all(counts[own] == exact[own] / total * n for own in exact)
 
 
-def test_a_window_is_within_two_groups_and_a_period_anywhere_is_exact():
-    ratios = {"a": 5, "b": 2, "c": 4}
-    order = [key for key, _ in env_mix.places(mix(ratios), range(66))]
-    for start, end in itertools.combinations(range(66), 2):
-        for key, ratio in ratios.items():
-            difference = abs(order[start:end].count(key) - Fraction(ratio, 11) * (end - start))
-            assert difference < 2 and (difference == 0 or (end - start) % 11)
-
-
 @pytest.mark.parametrize("ratios", [{"a": 3, "b": 2}, {"a": 1, "b": 1, "c": 5}, {"z": 1}])
 def test_tasks_are_those_of_a_draw_one_after_another(ratios):
     """Brute force: walk the order from its start, with a cursor in the permutation of each environment. Three epochs of a dataset of 11."""

@@ -11,6 +11,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease
 from sharding.system import signed_message
 from tests.support import signed_http
+from tests.support.clock import Clock
 
 RUN, KEY, OTHER = (
     rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2, 3)
@@ -18,16 +19,9 @@ RUN, KEY, OTHER = (
 SESSION = lease.Session.open(RUN.worker)
 
 
-class Clock:
-    now_s = 1e9
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1e9)
 
 
 def asked(key, clock, capacity=1, session=SESSION, **fields):
@@ -41,7 +35,7 @@ def verifier_of(clock, session=SESSION, **options):
 def test_a_request_is_read_as_it_was_written(clock):
     verifier = verifier_of(clock)
     for capacity in (0, 1, 64, lease.MAX_CAPACITY):
-        clock.now_s += 0.001
+        clock.now += 0.001
         assert verifier.verify(asked(KEY, clock, capacity), "lease") == KEY.worker
     returned = [["train", 3, 7]] * lease.MAX_RETURNED
     other = asked(OTHER, clock, returned=returned, work="ab")
@@ -57,16 +51,16 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock, is_known, m
     verifier.verify(first, "lease")
     monkeypatch.setattr(lease, "MAX_REMEMBERED", 4)
     for _ in range(12 if is_known else 2):  # a known worker is remembered however many other keys ask
-        clock.now_s += 0.001
+        clock.now += 0.001
         verifier.verify(asked(rollout_lib.WorkerKey.generate(), clock), "lease")
         assert len(verifier._last_us) <= 4 + 1
     for _ in range(10):
         with pytest.raises(ValueError, match="as a replay|off our clock"):
             verifier.verify(first, "lease")
-        clock.now_s += signed_message.MAX_CLOCK_SKEW_S / 4
+        clock.now += signed_message.MAX_CLOCK_SKEW_S / 4
     for _ in range(4):
         verifier.verify(asked(OTHER, clock), "lease")
-        clock.now_s += 0.001
+        clock.now += 0.001
     with pytest.raises(ValueError, match="off our clock"):
         verifier.verify(first, "lease")
 

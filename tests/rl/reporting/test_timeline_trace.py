@@ -63,9 +63,8 @@ def test_lanes_and_shares_agree_with_a_grid(seed):
         )
         assert sum(place[:2] == own for place in lanes) == max(at.values())
 
-    drawn = [
-        event for event in timeline_trace.chrome_events(spans) if event["ph"] == "X"
-    ]  # so the file has the same shares
+    # so the file has the same shares
+    drawn = [event for event in timeline_trace.chrome_events(spans) if event["ph"] == "X"]
     as_drawn = [(timeline_trace.ROLES[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in drawn]
     assert sorted(as_drawn) == sorted((span.role, span.name, span.begin_s, span.end_s) for span in spans)
 

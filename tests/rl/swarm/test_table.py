@@ -3,8 +3,11 @@
 import json
 import types
 
+import yaml
+
 from rl.swarm import supervisor
 from rl.swarm import table as table_lib
+from tests import test_monitoring
 
 
 def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
@@ -53,3 +56,9 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
     states(701.0)
     assert table.waiting_for == "the orchestrator does not reply"  # for too long
     assert states(701.0) == ["running", "running", "silent", "running", "waiting"]
+
+
+def test_targets_name_the_jobs_that_the_dashboard_needs():
+    configs = yaml.safe_load((test_monitoring.FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    assert {one["job_name"] for one in configs} == test_monitoring.catalog.SCRAPES.keys() - {"orchestrator"}
+    assert json.loads((test_monitoring.FOLDER / "dashboard.json").read_text())["uid"] == "intellax-run"

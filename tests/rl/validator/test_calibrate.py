@@ -55,10 +55,8 @@ def test_the_calibrate_command(tmp_path, capsys, monkeypatch):
     assert body["measured"]["policies"][0]["version"] == 4 and run_bands.load(tmp_path / "bands.json")
     assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
     assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
-    for mistake in (
-        ["--rollouts", "15"],
-        ["--out", str(tmp_path / "no" / "x")],
-    ):  # refused before anything is generated
+    # refused before anything is generated
+    for mistake in (["--rollouts", "15"], ["--out", str(tmp_path / "no" / "x")]):
         assert commands.run("rl.validator", *command, *mistake) == 1
     assert (
         commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--slash", "-1")

@@ -1,27 +1,21 @@
-"""Verdicts for an orchestrator: the checks of a real validator over its route, and processes that are killed or stopped."""
+"""Verdicts for an orchestrator: the checks of a real validator over its route."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-import signal
 import types
 
 import pytest
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.experiment import workdir as run_directory
-from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.validator import judge as judge_lib
 from rl.validator import routes
 from rl.validator import state as validator_state
 from rl.verification import checks, verifier
-from sharding import broadcast
-from tests.support import cheats, commands, doubles, proxy, serving, validators
+from tests.support import cheats, commands, doubles, serving
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 RUN, KEY = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
@@ -149,54 +143,3 @@ def test_the_key_of_a_validator_is_made_and_shown(tmp_path, capsys):
         assert commands.run("rl.validator", "key", "--key", path) == 1
         assert error in capsys.readouterr().err and not (tmp_path / "a").exists()
     assert first == second == rollout_lib.WorkerKey.load(tmp_path / "v.key").worker
-
-
-@pytest.mark.slow
-def test_processes_that_are_killed_and_stopped(tmp_path):
-    """Three real validators: one killed and one stopped in the middle; then all verdicts wait until the latter goes on."""
-    exp = doubles.experiment(prompts=8)
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    (workdir / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
-    key = run_directory.signing_key(workdir)
-    options = broadcast.PublishOptions(key=key.private)
-    for version in range(4):
-        broadcast.publish(doubles.weights(version), version, str(workdir / "weights"), options)
-    with contextlib.ExitStack() as stack:
-        names, processes = [], []
-        for number in range(3):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            own = routes.own_key(folder / "own.key")
-            arguments = ["serve", "--workdir", workdir, "--key", folder / "own.key", "--port", "0"]
-            process, url = stack.enter_context(serving.child(folder, "rl.validator", *arguments))
-            names.append(f"{url}#{own.worker}")
-            processes.append(process)
-        lines = []
-        source = verdict_collector.VerdictCollector(key, validators=names, on_fault=lines.append)
-        decisions = validators.Decisions(source)
-        stack.callback(source.close)
-
-        def ask(step):
-            made = doubles.honest(doubles.Double(step, prompts=8))
-            forged = doubles.CHEATS["another_model"](doubles.Double(step, prompts=8))
-            for first in range(0, 64, 8):
-                rollouts = (forged if first == 8 else made)[first : first + 8]
-                place = "train", step, rollouts[0].task.group
-                source.ask(place, rollouts, verdict_lib.group_digest(rollouts))
-
-        ask(1)
-        decisions.wait(8, 300)
-        source._verdict_s = 10.0
-        processes[0].kill()
-        ask(2)
-        decisions.wait(16, 300)
-        os.kill(processes[1].pid, signal.SIGSTOP)
-        ask(3)
-        proxy.wait_until(lambda: "in 10 s)" in source.notice(), 120)
-        assert len(decisions.found) == 16  # one validator of three answers: no quorum, and nothing passes
-        os.kill(processes[1].pid, signal.SIGCONT)
-        found = decisions.wait(24, 300)
-        rejected = sorted(place[1] for place, reason in found.items() if reason != "ok")
-        assert rejected == [1, 2, 3] and not decisions.failures
-        assert any("answers again" in line for line in lines)

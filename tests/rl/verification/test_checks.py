@@ -633,11 +633,8 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         dataclasses.replace(in_group(text, np.zeros(len(text))), gap_N=np.array(gap), is_second_N=np.array(second))
         for text, gap, second in zip(texts, gaps, seconds, strict=True)
     ]
-    ties = (
-        *MEASURED.ties[:3],
-        MEASURED.ties[0] / 2,
-        *MEASURED.ties[4:],
-    )  # no bet is on less than the own class's share
+    # no bet is on less than the own class's share
+    ties = (*MEASURED.ties[:3], MEASURED.ties[0] / 2, *MEASURED.ties[4:])
     test = sequential_test.SequentialTest(dataclasses.replace(MEASURED, ties=ties))
     test.add(group)
 
@@ -675,16 +672,6 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
 
         found = until(test, draw)
         assert (found is None) if limit is None else found <= limit, (name, found)
-
-
-def test_a_restored_test_continues_where_it_was():
-    test = sequential_test.SequentialTest(MEASURED)
-    test.add([evidence(margin=0.3)] * 2)
-    restored = sequential_test.SequentialTest.restored(MEASURED, test.state())
-    assert restored.state() == test.state() and restored.num_rollouts == 2
-    for one in (test, restored):
-        one.add([evidence(margin=0.3)])
-    assert restored.state() == test.state()
 
 
 @pytest.mark.parametrize(("shift", "fresh"), [(0.0025, 11), (0.003, 6), (0.006, 2.2)])

@@ -67,9 +67,8 @@ def of(rules, env):
 def test_a_group_is_checked_by_the_rules_of_its_environment(exp, rules):
     letters, digits = (rules.of_group(of(rules, env)) for env in ("letters", "digits"))
     assert (letters.max_tokens, digits.max_tokens, rules.max_tokens) == (9, 12, 12)
-    assert (
-        letters.env_digest == digits.env_digest == exp.config.envs.letters.digest != exp.config.env.digest
-    )  # one file
+    # one file
+    assert letters.env_digest == digits.env_digest == exp.config.envs.letters.digest != exp.config.env.digest
     assert rules.max_samples == 8  # of letters, though a judge sees either first
     for env in ("letters", "digits"):
         group = of(rules, env)

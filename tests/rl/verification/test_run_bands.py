@@ -153,9 +153,8 @@ def test_statistics_notify_before_a_measurement_and_convict_after_it(is_measured
     ]
     reasons = {verdict.reason for verdict in log.add_claims(wrong)}
     assert reasons == ({"statistics"} if is_measured else {"ok"}) and len(told) == (not is_measured)
-    assert log.verdict(STRANGER.worker).reason == (
-        "statistics" if is_measured else "ok"
-    )  # all newcomers are flagged, too
+    # all newcomers are flagged, too
+    assert log.verdict(STRANGER.worker).reason == ("statistics" if is_measured else "ok")
     assert log.tests[evidence_log.NEWCOMERS].flag
 
 

@@ -77,8 +77,8 @@ def test_results_and_errors(listed):
 
 def test_calls_run_together_and_time_out(listed):
     begun = time.monotonic()
-    found = run(listed, *(call("wait", {"seconds": 0.5}, id=str(n)) for n in range(8)))
-    assert len({*found}) == 1 and time.monotonic() - begun < 3
+    found = run(listed, *(call("wait", {"seconds": 1.0}, id=str(n)) for n in range(8)))
+    assert len({*found}) == 1 and time.monotonic() - begun < 8
     with pytest.raises(TimeoutError):
         run(listed, call("wait", {"seconds": 60}), limits=tools.Limits(call_s=0.05))
     assert run(listed, call("add", {"a": 1})) == ["1"]  # the connection lives on
