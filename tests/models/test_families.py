@@ -607,22 +607,6 @@ def test_a_gpu_without_bfloat16_runs_the_attention_of_xla(monkeypatch):
         attention.attend_packed(q, k, v, packing, implementation="triton")
 
 
-def test_splash_lowers_for_tpu():
-    """Lowers to TPU kernels with their gradients, through `apply`, on a machine without one."""
-    config = dataclasses.replace(
-        FAMILIES["qwen3"], attention="splash", num_heads=2, num_kv_heads=1, head_dim=128, dtype="bfloat16"
-    )
-    params = transformer.abstract(config)
-    tokens_BT = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-
-    def total(params, tokens_BT):
-        return transformer.apply(params, config, tokens_BT)[0].astype(jnp.float32).sum()
-
-    lowered = jax.jit(jax.grad(total)).trace(params, tokens_BT).lower(lowering_platforms=("tpu",))
-    # Forward and backward, each a function that every layer calls.
-    assert lowered.as_text().count("tpu_custom_call") == 2
-
-
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
 

@@ -419,49 +419,6 @@ def test_headers_that_end_the_process_elsewhere():
             parquet.from_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
 
 
-def test_mutated_files_are_refused_or_read_and_nothing_else_happens():
-    # Mutation seen to fail here: not catching OSError, or UnicodeDecodeError.
-    signed = [rollout_lib.sign(make(number), KEY) for number in range(2)]
-    plain = pq.read_table(io.BytesIO(parquet.to_bytes(signed)))
-    with_checksums = parquet.to_bytes(signed)
-    without = table_bytes(plain, compression="none")  # so that changes reach values, levels and offsets, too
-    rng = np.random.default_rng(0)
-    refused = accepted = 0
-    for trial in range(600):
-        data = bytearray(with_checksums if trial % 3 == 0 else without)
-        kind = trial % 5
-        if kind < 3:  # some bytes, half of the time in the footer
-            low = 0 if trial % 2 else len(data) - int.from_bytes(data[-8:-4], "little") - 8
-            for at in rng.integers(low, len(data), 1 + kind * 3):
-                data[at] = rng.integers(256)
-        elif kind == 3:
-            data = data[: rng.integers(len(data))]
-        else:
-            start, length = rng.integers(len(data)), rng.integers(1, 200)
-            data[start : start + length] = rng.bytes(int(rng.integers(200)))
-        try:
-            rollouts = parquet.from_bytes(bytes(data))
-        except ValueError as error:
-            assert str(error).startswith("rollout file")
-            refused += 1
-        else:
-            assert all(rollout_lib.validate(rollout) is None for rollout in rollouts)
-            accepted += 1
-            for rollout in rollouts:  # a file that is not rejected is as signed, or has a broken signature
-                same = any(rollout_lib.digest(rollout) == rollout_lib.digest(original) for original in signed)
-                assert rollout_lib.signature_ok(rollout) <= same
-    assert refused > 300 and accepted > 10
-
-
-@hypothesis.settings(max_examples=100, deadline=None)
-@hypothesis.given(st.binary(max_size=200), st.booleans())
-def test_garbage_is_a_value_error(data, framed):
-    if framed:
-        data = b"PAR1" + data + len(data).to_bytes(4, "little") + b"PAR1"
-    with pytest.raises(ValueError, match="rollout file"):
-        parquet.from_bytes(data)
-
-
 def test_signature_covers_every_field_but_itself():
     calls = np.array([[3, 5], [5, 6], [8, 10]], np.int32)
     fields = dict(epoch=2, server="ab" * 32, server_signature=bytes(192), calls=calls, branch=1, num_branches=3)

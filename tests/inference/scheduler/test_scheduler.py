@@ -581,33 +581,6 @@ def test_chunks_of_several_prompts_run_between_two_calls(chunked, monkeypatch):
         assert scheduler.stats["prefill_chunks"] == 12 and fewest <= scheduler.stats["generate_calls"] <= most
 
 
-def test_new_weights_forget_old_prefixes(chunked):
-    scheduler = chunked()
-    request = Request(TURN[:40], max_tokens=5)
-    (old,) = scheduler.submit(request).result(WAIT_S)
-    assert scheduler.prefixes.num_bytes > 0
-    scheduler.update(params(1), 0).result(WAIT_S)  # the same number, other weights
-    (new,) = scheduler.submit(request).result(WAIT_S)
-    assert new.tokens != old.tokens and scheduler.stats["prefix_hits"] == 0
-    fresh = chunked()
-    fresh.update(params(1), 0).result(WAIT_S)
-    assert fresh.submit(request).result(WAIT_S) == [new]
-
-
-def test_prefixes_obey_their_limit(chunked):
-    one = 2 * 2 * 2 * 32 * 8 * 4  # layers, k and v, heads, positions of two chunks, dims, bytes
-    scheduler = chunked(prefix_cache_bytes=3 * one)
-    for first in (1, 2, 3, 4, 2):
-        scheduler.submit(Request((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
-        assert scheduler.prefixes.num_bytes <= 3 * one
-    # The 2 was still there, the 1 not.
-    assert scheduler.stats["prefix_hits"] == 20 and scheduler.prefixes.num_bytes == 3 * one
-    scheduler.submit(Request((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
-    assert scheduler.stats["prefix_hits"] == 20
-    scheduler.submit(Request((2, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
-    assert scheduler.stats["prefix_hits"] == 40  # the 1 displaced the 3: the 2 is older, but was used since
-
-
 def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked, monkeypatch):
     """Its keys must not be of two versions. A later prompt comes after it."""
     monkeypatch.setattr(prefill_queue, "BUDGET", 1)

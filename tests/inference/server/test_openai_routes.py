@@ -244,16 +244,6 @@ def test_a_conversation_is_rendered_as_the_template_has_it(ask):
     assert ask("/v1/completions", text).json()["choices"][0]["prompt_token_ids"] == list(b"a<|im_end|>")
 
 
-def test_tokens_in_chat_out(ask):
-    """/v1/chat/completions/tokens: the IDs are the prompt, and the messages are ignored."""
-    tokens = list(b"any ids at all")
-    body = {"messages": HELLO, "tokens": tokens, "seed": 5, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
-    reply = ask("/v1/chat/completions/tokens", body).json()
-    other = ask("/inference/v1/generate", {"token_ids": tokens, "sampling_params": {"seed": 5, "max_tokens": 6}}).json()
-    assert reply["prompt_token_ids"] == tokens
-    assert reply["choices"][0]["token_ids"] == other["choices"][0]["token_ids"]
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
