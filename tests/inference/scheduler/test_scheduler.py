@@ -22,8 +22,8 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from tests.support import engines, tiny
 from tests.support import proofs as proofs_lib
-from tests.support import tiny
 
 MODEL = tiny.model()
 K = 8
@@ -88,9 +88,8 @@ def start():
 @pytest.fixture(scope="module")
 def alone():
     """Returns the completions of a request in a scheduler of its own."""
-    quiet = scheduler_lib.Scheduler(engine(), params(), 0)
-    yield functools.cache(lambda request: quiet.submit(request).result(WAIT_S))
-    quiet.close()
+    with engines.server(engine(), params()) as quiet:
+        yield functools.cache(lambda request: quiet.scheduler.submit(request).result(WAIT_S))
 
 
 def test_samples_share_a_prefill_and_count_their_seeds_up(start, alone):
@@ -191,9 +190,9 @@ def test_an_update_under_load(start, alone):
     assert scheduler.stats["weight_updates"] == 3
     # Afterwards it serves version 3 as a scheduler that never knew another.
     (late,) = scheduler.submit(Ask()).result(WAIT_S)
-    fresh = scheduler_lib.Scheduler(engine(), params(3), 3)
-    assert fresh.submit(Ask()).result(WAIT_S) == [late] and set(late.versions) == {3} == {late.prompt_version}
-    fresh.close()
+    with engines.server(engine(), params(3), 3) as fresh:
+        assert fresh.scheduler.submit(Ask()).result(WAIT_S) == [late]
+    assert set(late.versions) == {3} == {late.prompt_version}
 
 
 @pytest.mark.parametrize("num_pinned", [1, 3, 6])  # also more than have slots

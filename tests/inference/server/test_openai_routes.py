@@ -24,12 +24,11 @@ from docs import catalog
 from inference import chat as chat_lib
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, schemas
+from inference.server import schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import scripted_server, serving, tiny
+from tests.support import engines, scripted_server, serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2, steps_per_call=4)
@@ -45,9 +44,9 @@ def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = scripted_server.Scripted(MODEL, CONFIG, TOK)
     engine.script = None
-    scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    scheduler.close()
+    with engines.server(engine, params) as server:
+        engine.scheduler = server.scheduler
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,9 @@ import pytest
 
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
-from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, schemas
+from inference.server import schemas
 from models.text import tokenizer as tokenizer_lib
-from tests.support import serving, tiny
+from tests.support import engines, serving, tiny
 
 TABLE = json.loads((pathlib.Path(__file__).parent / "request_fields.json").read_text())["fields"]
 MODEL = tiny.model()
@@ -42,9 +40,8 @@ ROUTES = {
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml())
-    scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    scheduler.close()
+    with engines.server(engine, params) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,15 @@ import pytest
 
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
 from inference.proofs import toploc
 from inference.rollouts import attestation
 from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.scheduler import scheduler as scheduler_lib
-from inference.server import grpc_service, inference_server
+from inference.server import grpc_service
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from tests.support import engines, serving, tiny
 from tests.support import proofs as proofs_lib
-from tests.support import serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=640, prefill_batch=2, steps_per_call=4)
@@ -37,11 +35,9 @@ RUN = "a" * 64
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, TOK)
-    scheduler = scheduler_lib.Scheduler(engine, params, 3)
-    server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    server.signer, server.run = rollout_lib.WorkerKey.generate(), RUN
-    yield server
-    scheduler.close()
+    with engines.server(engine, params, 3) as server:
+        server.signer, server.run = rollout_lib.WorkerKey.generate(), RUN
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from models import layers, transformer
 from models.kernels import cpu_integers, cpu_transposed, int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import engines, tiny
 
 MODEL = tiny.model()
 ONE = mesh_lib.create({}, devices=jax.local_devices()[:1])
@@ -144,12 +144,9 @@ def completions(form: str):
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 4))
     params = params if form == "plain" else weights.Store(MODEL, ONE, form).load(params)
     config = engine_lib.EngineConfig(num_slots=2, max_model_len=64, prefill_batch=2, steps_per_call=4)
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml()), params, 0)
     request = scheduler_lib.GenerateRequest(tuple(b"turned"), max_tokens=30, seed=1, prompt_logprobs=True)
-    try:
-        return scheduler.submit(request).result(60)[0]
-    finally:
-        scheduler.close()
+    made = engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml())
+    return engines.complete(made, params, [request])[0][0]
 
 
 def test_an_engine_generates_the_same_with_them():

@@ -23,8 +23,8 @@ from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
+from tests.support import engines, serving, tiny
 from tests.support import proofs as proofs_lib
-from tests.support import serving, tiny
 
 DENSE = tiny.model(tie_embeddings=False)
 MIXED = tiny.model(
@@ -38,7 +38,6 @@ MODELS = {
 }
 ONE = mesh_lib.create({}, jax.devices()[:1])
 CONFIG = engine_lib.EngineConfig(8, 64, 2, 5, prefill_chunk=32)
-WAIT_S = 60
 TOKENS = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
 
 
@@ -145,15 +144,11 @@ def test_half_the_bytes_of_bfloat16(name):
 def answers(name, tree, mesh=None):
     """Compares the output of a scheduler; prompts in a batch and in chunks, with log-probabilities of a prompt."""
     engine = engine_lib.Engine(MODELS[name], CONFIG, tokenizer_lib.byte_chatml(), mesh)
-    scheduler = scheduler_lib.Scheduler(engine, tree, 0)
     asks = [
         scheduler_lib.GenerateRequest(tuple(b"hello"), num_samples=2, max_tokens=12, seed=5, prompt_logprobs=True),
         scheduler_lib.GenerateRequest(tuple(range(40)), max_tokens=12, seed=9, proofs=True),
     ]
-    try:
-        return [one for future in [scheduler.submit(ask) for ask in asks] for one in future.result(WAIT_S)]
-    finally:
-        scheduler.close()
+    return [one for samples in engines.complete(engine, tree, asks) for one in samples]
 
 
 def same(got, expected):
