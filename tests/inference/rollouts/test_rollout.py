@@ -9,14 +9,12 @@ import subprocess
 import sys
 import tracemalloc
 
-import hypothesis
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import x25519
-from hypothesis import strategies as st
 
 from inference.rollouts import parquet, parquet_footer
 from inference.rollouts import rollout as rollout_lib
@@ -43,8 +41,12 @@ def test_round_trip_of_several_rows():
         versions=np.full(10, 7, np.int32), prefix_versions=np.array([[0, 1, 5], [2, 4, 5], [2, 7, 6]], np.int32)
     )
     rollouts.append(make(3, calls=calls, branch=1, num_branches=2, env_digest="ab" * 32, **judged))
+    odd = dict(temperature=0.0, reward=-1e308, rewards={"é/": 5e-324}, tokens=np.full(10, 2**31 - 1, np.int32))
+    rollouts.append(
+        make(4, **odd, sampled_mask=np.arange(10) % 3 == 1, logprobs=np.float32(-0.1) * (np.arange(10) % 3 == 1))
+    )
     back = parquet.from_bytes(parquet.to_bytes(rollouts))
-    assert len(back) == 4 and [one.spans for one in back[2:]] == [[(3, 10)], [(3, 6), (8, 9), (9, 10)]]
+    assert len(back) == 5 and [one.spans for one in back[2:4]] == [[(3, 10)], [(3, 6), (8, 9), (9, 10)]]
     fields = {
         "calls": None,
         "branch": 0,
@@ -62,30 +64,6 @@ def test_round_trip_of_several_rows():
         assert_equal(before, after)
     assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
     assert parquet.from_bytes(parquet.to_bytes([])) == []
-
-
-@hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(
-    mask=st.lists(st.booleans(), min_size=1, max_size=12).map(lambda tail: [False, *tail]).filter(any), data=st.data()
-)
-def test_any_valid_stream_survives(mask, data):
-    T = len(mask)
-    numbers = st.floats(allow_nan=False, allow_infinity=False)
-    ints = st.lists(st.integers(0, 2**31 - 1), min_size=T, max_size=T)
-    logprobs = data.draw(st.lists(st.floats(-(2.0**100), 0, width=32), min_size=T, max_size=T))
-    before = make(
-        tokens=np.array(data.draw(ints), np.int32),
-        sampled_mask=np.array(mask),
-        logprobs=np.where(mask, np.array(logprobs, np.float32), np.float32(0)),
-        versions=np.array(data.draw(ints), np.int32),
-        temperature=data.draw(st.floats(0, 10)),
-        reward=data.draw(numbers),
-        rewards=data.draw(st.dictionaries(st.text("abcé/", min_size=1), numbers, max_size=3)),
-        proofs=data.draw(st.binary(max_size=20)),
-    )
-    assert rollout_lib.validate(before) is None
-    (after,) = parquet.from_bytes(parquet.to_bytes([before]))
-    assert_equal(before, after)
 
 
 def test_some_rows_of_a_file_keep_nothing_of_the_others_in_memory():

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import engines, tiny
+from tests.support import clock, engines, tiny
 from tests.support import proofs as proofs_lib
 
 MODEL = tiny.model()
@@ -289,12 +290,13 @@ def test_released_sequences_continue_bit_for_bit(start, alone):
 
 
 def test_an_update_waits_for_pinned_requests_longer_by_the_time_of_a_release(start, monkeypatch):
-    monkeypatch.setattr(scheduler_lib, "PIN_WAIT_S", 0.3)
+    now = clock.Clock()
+    monkeypatch.setattr(scheduler_lib, "time", types.SimpleNamespace(**vars(time) | {"monotonic": now}))
     scheduler, stepped = start(Stepped)
     pinned = scheduler.submit(Ask(policy_version=0, max_tokens=2 * K))
     update = stepped.step(lambda: scheduler.update(params(1), 1))
     stepped.step(scheduler.release).result(WAIT_S)
-    time.sleep(0.4)
+    now.now += 2 * scheduler_lib.PIN_WAIT_S
     scheduler.reclaim().result(WAIT_S)
     stepped.run()
     assert {*pinned.result(WAIT_S)[0].versions} == {0} and update.result(WAIT_S) == 1

@@ -72,8 +72,7 @@ def test_structure_metadata_and_digest_round_trip(tmp_path):
 def test_a_manifest_is_parsed_once(tmp_path, monkeypatch):
     key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([1] * 32))
     broadcast.publish({"w": np.arange(5)}, 0, tmp_path, broadcast.PublishOptions(key=key))
-    with proxy.running(tmp_path) as relay:
-        proxy.wait_until(proxy.holds(relay, 0))
+    with proxy.running(tmp_path, holding=[0]) as relay:
         calls, parse = [], manifest.parse
         monkeypatch.setattr(manifest, "parse", lambda *args, **kwargs: calls.append(args) or parse(*args, **kwargs))
         for place in (tmp_path, relay.url):
