@@ -181,6 +181,8 @@ JAX_FREE = (
     "inference.rollouts.rollout",
     "inference.server.web",
     "models.text.tokenizer",
+    "sharding.format.delta",
+    "sharding.format.manifest",
 )
 
 

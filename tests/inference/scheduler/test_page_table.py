@@ -66,9 +66,9 @@ class Memory:
 
 @pytest.mark.parametrize("page", [1, 2, 4, 32])
 def test_random_schedules_leak_no_page_and_share_only_equal_prompts(page):
-    """250 schedules of each size: admit, decode, preempt, resume, finish."""
+    """80 schedules of each size: admit, decode, preempt, resume, finish."""
     num_shared = num_refused = 0
-    for seed in range(250):
+    for seed in range(80):
         random.seed(seed)
         memory = Memory(random.randint(-(-CAPACITY // page), 3 * -(-CAPACITY // page)), page)
         waiting = []
@@ -102,7 +102,7 @@ def test_random_schedules_leak_no_page_and_share_only_equal_prompts(page):
             memory.release(slot)
         assert memory.table.usage() == 0
         assert sorted(memory.table.admit(0, CAPACITY)) == [*enumerate(memory.table.pages(0))]
-    assert page == 32 or (num_shared > 50 and num_refused > 50)  # the schedules meet both
+    assert page == 32 or (num_shared > 15 and num_refused > 15)  # the schedules meet both
 
 
 def test_the_page_of_the_last_prompt_token_is_not_shared():

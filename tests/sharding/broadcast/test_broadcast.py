@@ -415,11 +415,11 @@ def _params(rng) -> dict:
     }
 
 
-def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
+def test_twenty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
     params = _params(rng)
     chain, snapshots = broadcast.Publisher(tmp_path / "chain", snapshot_every=100), tmp_path / "snapshots"
     have = None
-    for version in range(0, 102, 2):  # versions have gaps
+    for version in range(0, 42, 2):  # versions have gaps
         written = chain.publish(params, version, metadata={"step": version})
         assert (written.base, written.encodings) == ((None, ("zarr3",)) if version == 0 else (version - 2, ("xor",)))
         reference = broadcast.publish(params, version, snapshots)
@@ -430,8 +430,8 @@ def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
     late = broadcast.pull(tmp_path / "chain")
     trees.assert_same(late.params, have.params)
     trees.assert_same(late.params, broadcast.pull(snapshots).params)
-    assert late.metadata == {"step": 100} and late.digest == have.digest
-    assert broadcast.versions(tmp_path / "chain") == list(range(0, 102, 2))  # the newest 8 need all of them
+    assert late.metadata == {"step": 40} and late.digest == have.digest
+    assert broadcast.versions(tmp_path / "chain") == list(range(0, 42, 2))  # the newest 8 need all of them
 
 
 def test_a_version_that_needs_nothing_frees_the_old_ones(tmp_path, rng):
