@@ -38,7 +38,7 @@ from sharding import broadcast, rules
 from sharding.broadcast import head_writer, placement
 from sharding.download import source as source_lib
 from sharding.format import head, roots
-from tests.support import serving, tiny, tiny_run
+from tests.support import proxy, serving, tiny, tiny_run
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=48, prefill_batch=2, steps_per_call=4)
@@ -226,10 +226,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
     body = json.dumps({"token_ids": PROMPT, "sampling_params": {"n": 1000, "ignore_eos": True}}).encode()
     sent = asyncio.run(serving.disconnect(serve.make_app(server), "/inference/v1/generate", body, after=0))
     assert sent[0]["status"] == 499
-    deadline = time.monotonic() + serving.WAIT_S
-    while (len(server.scheduler.slots.running) or server.scheduler.num_pending) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(server.scheduler.slots.running) == server.scheduler.num_pending == 0
+    proxy.wait_until(lambda: len(server.scheduler.slots.running) == server.scheduler.num_pending == 0, serving.WAIT_S)
     assert server.scheduler.stats["samples"] < 500  # of a thousand
 
 

@@ -217,11 +217,8 @@ def change_of(kernel):
 @functools.cache
 def adapted_params(name):
     """(parameters with adapters next to them, the same ones merged by numpy)."""
-    rng, config = np.random.default_rng(11), adapters_of(name)
-    specs = lora.specs(transformer.specs(FAMILIES[name]), config)
-    drawn = jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * 0.2).astype(np.float32), specs, is_leaf=rules.is_spec
-    )
+    config = adapters_of(name)
+    drawn = tiny.drawn(lora.specs(transformer.specs(FAMILIES[name]), config), 11, 0.2)
     attached = lora.attach(params_of(name), drawn, config)
 
     def merge(kernel):

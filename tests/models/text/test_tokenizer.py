@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import random
 import time
 
 import pytest
@@ -43,15 +42,6 @@ def test_special_ids_only_when_asked():
     assert TOK.encode("a<|im_end|>b", special=True) == [97, END, 98]
     assert TOK.decode([97, END, 98]) == "ab"
     assert TOK.decode([97, END, 98], skip_special=False) == "a<|im_end|>b"
-
-
-def test_decode_never_raises():
-    rng = random.Random(0)
-    for _ in range(300):
-        ids = [rng.randrange(320) for _ in range(rng.randrange(40))]  # 265..319: rows of a padded embedding
-        assert isinstance(TOK.decode(ids), str)
-        assert TOK.parse(ids)["role"] == "assistant"
-    assert TOK.decode([0xFF, 97]) == "\ufffda"
 
 
 def test_render_text_and_mask():

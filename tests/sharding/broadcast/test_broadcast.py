@@ -69,17 +69,6 @@ def test_structure_metadata_and_digest_round_trip(tmp_path):
     assert broadcast.read_manifest(tmp_path, 3) == written
 
 
-def test_a_manifest_is_parsed_once(tmp_path, monkeypatch):
-    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([1] * 32))
-    broadcast.publish({"w": np.arange(5)}, 0, tmp_path, broadcast.PublishOptions(key=key))
-    with proxy.running(tmp_path, holding=[0]) as relay:
-        calls, parse = [], manifest.parse
-        monkeypatch.setattr(manifest, "parse", lambda *args, **kwargs: calls.append(args) or parse(*args, **kwargs))
-        for place in (tmp_path, relay.url):
-            broadcast.pull(place, key=key.public_key().public_bytes_raw().hex())
-            assert len(calls) == (1 if place == tmp_path else 2)
-
-
 def test_a_cpu_device_adopts_what_was_received(tmp_path):
     """A copy would cost as much as a plain copy of the file, and for a moment twice the memory."""
     broadcast.publish({"w": np.ones((300, 256), np.float32), "b": np.ones(16, np.int8)}, 0, tmp_path)
