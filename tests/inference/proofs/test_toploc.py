@@ -88,6 +88,16 @@ def test_list_prefill_vector_is_one_long_chunk_then_short_ones():
         assert ours == theirs or not unique
 
 
+@pytest.mark.parametrize("vector", VECTORS["polynomials"])
+def test_polynomial_vectors(vector):
+    x, y = np.array([vector["x"]]), np.array([vector["y"]], np.uint32)
+    modulus = toploc._injective_modulus(x)
+    folded = (x % modulus[:, None]).astype(np.uint32)
+    coefficients = toploc._interpolate(folded, y)
+    assert modulus.tolist() == [vector["modulus"]] and coefficients[0].tolist() == vector["coeffs"]
+    assert toploc._evaluate(coefficients, *toploc._powers(folded))[0].tolist() == vector["eval_at_x_mod"]
+
+
 def oracle_proof(block, topk):
     bits = block.view(np.uint16).reshape(-1).tolist()
     indices = sorted(range(len(bits)), key=lambda i: (-(bits[i] & 0x7FFF), i))[:topk]
