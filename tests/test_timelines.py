@@ -20,13 +20,12 @@ import pytest
 
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, startup
+from inference.server import startup
 from sharding import broadcast
 from sharding.download import range_get, source
 from sharding.format import head, journal
 from sharding.relay import store
-from tests.support import doubles, learner_double, proxy, tiny
-from tests.test_rollback import Scheduler
+from tests.support import doubles, engines, learner_double, proxy, tiny
 
 OPTIONS = range_get.Options(patience_s=5.0, connect_s=5.0, stall_s=5.0)
 TRUSTED = learner_double.PUBLIC
@@ -40,9 +39,7 @@ def any_params(monkeypatch):
 def server_of(urls, key):
     """A server whose engine takes all weights, with this key or verifier or without one."""
     opened = source.open(urls, trusted_key=key, options=OPTIONS)
-    store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
-    engine = types.SimpleNamespace(model=None)
-    return inference_server.InferenceServer(opened, Scheduler(), engine, store, "", opened.trusted)
+    return engines.without_engine(opened, engines.Scheduler(), opened.trusted)
 
 
 class Readers:

@@ -1,6 +1,8 @@
-"""Completions of an engine that has a scheduler to itself, and a server around an engine."""
+"""Completions of an engine that has a scheduler to itself, and servers with and without an engine."""
 
+import concurrent.futures
 import contextlib
+import types
 from collections.abc import Iterator, Sequence
 
 from inference.engine import engine as engine_lib
@@ -35,3 +37,21 @@ def server(
         yield inference_server.InferenceServer(None, scheduler, engine, weights.Store(engine.model, engine.mesh))
     finally:
         scheduler.close()
+
+
+class Scheduler:
+    """Keeps the newest weights, and generates nothing."""
+
+    version = -1
+
+    def update(self, params, version, epoch):
+        """Returns a future that is done."""
+        self.version, self.epoch, self.params = version, epoch, params(None)
+        (done := concurrent.futures.Future()).set_result(version)
+        return done
+
+
+def without_engine(opened, scheduler: Scheduler, *trusted) -> inference_server.InferenceServer:
+    """Returns a server that takes all weights of an opened source; `trusted` are its key or verifier, and the weights that it has."""
+    store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
+    return inference_server.InferenceServer(opened, scheduler, types.SimpleNamespace(model=None), store, "", *trusted)
