@@ -1,7 +1,6 @@
 """The OpenAI-style routes: whole and streamed replies are equal, and both are the text of their token IDs.
 
 In process over ASGI. The model's weights are random; a scripted engine returns the texts that a test needs, token by token.
-A logit bias of +100 at temperature 0 forces one token.
 """
 
 import asyncio
@@ -325,15 +324,6 @@ def test_untempered_and_prompt_log_probabilities(ask, server):
     assert reply["prompt_logprobs"][0] is None and len(reply["prompt_logprobs"]) == len(prompt)
     scored = [entry[str(id)]["logprob"] for id, entry in zip(prompt[1:], reply["prompt_logprobs"][1:], strict=True)]
     np.testing.assert_allclose(scored, logp(logits, np.arange(len(prompt) - 1), prompt[1:]), atol=2e-5)
-
-
-def test_logit_bias_forces_and_forbids(ask):
-    forced = chat(ask, max_tokens=5, logit_bias={"65": 100}, ignore_eos=True)["choices"][0]
-    assert forced["message"]["content"] == "AAAAA"
-    free = chat(ask, max_tokens=5, return_token_ids=True, ignore_eos=True, temperature=0)["choices"][0]["token_ids"]
-    bias = {str(free[0]): -100}
-    banned = chat(ask, max_tokens=1, return_token_ids=True, ignore_eos=True, temperature=0, logit_bias=bias)
-    assert banned["choices"][0]["token_ids"][0] != free[0]
 
 
 def test_completions(ask):

@@ -130,6 +130,7 @@ def test_the_table_is_the_schema():
         (TEXT, {"prompt": "a", "min_tokens": 2, "stop_token_ids": list(range(9))}, "at most 8 can be delayed"),
         (TEXT, {"prompt": "a", "min_tokens": 2, "allowed_token_ids": [256]}, "allowed_token_ids are stop tokens alone"),
         (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs = 1 is not supported in a stream"),
+        (CHAT, {"messages": HELLO, "stream": True, "prompt_logprobs": 0}, "prompt_logprobs = 0 is not supported in a stream"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"top_kk": 1}}, "sampling_params.top_kk is not a field of this route; if you mean top_k,"),
         (GENERATE, {"token_ids": [1], "x" * 99: 1}, "x" * 61 + "... is not a field of this route; leave it out"),
         (CHAT, {"messages": HELLO, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats = true is not"),

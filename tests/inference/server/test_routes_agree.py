@@ -192,12 +192,3 @@ def test_a_pin_of_the_first_version_is_a_pin(server, where, pin, monkeypatch):
     reply = asyncio.run(ask())
     assert reply.status_code == 409, reply.text
     assert f"{[*pin.values()][0]} was requested, and this server has version 3 of epoch 1" in reply.text
-
-
-def test_prompt_logprobs_of_the_sampled_token_alone_are_refused_in_a_stream(server):
-    async def ask():
-        async with serving.client(serve.make_app(server)) as http:
-            return await http.post("/v1/chat/completions", json=CHAT | {"prompt_logprobs": 0, "stream": True})
-
-    reply = asyncio.run(ask())
-    assert reply.status_code == 400 and "prompt_logprobs = 0 is not supported in a stream" in reply.text
