@@ -26,7 +26,7 @@ CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=640, prefill_batch=2
 TOK = tokenizer_lib.byte_chatml()
 HELLO = [{"role": "user", "content": "hello"}]
 PROMPT = TOK.render(HELLO, add_generation_prompt=True).token_ids
-CHAT = {"messages": HELLO}
+CHAT, OTHER = {"messages": HELLO}, [{"role": "user", "content": "bye"}]
 FIELDS = ("seed", "token_ids", "logprobs", "finish_reason", "policy_versions", "prompt_policy_version", "proofs", "server_signature")  # fmt: skip
 RUN = "a" * 64
 
@@ -55,7 +55,10 @@ def answers(server):
             "sampling_params": ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": fields}),
             "chat": ("/v1/chat/completions", chat | CHAT),
             "chat stream": ("/v1/chat/completions", chat | CHAT | {"stream": True}),
-            "tokens": ("/v1/chat/completions/tokens", chat | {"tokens": PROMPT}),
+            "tokens": (
+                "/v1/chat/completions/tokens",
+                chat | {"tokens": PROMPT, "messages": OTHER},
+            ),  # which are ignored
             "tokens stream": ("/v1/chat/completions/tokens", chat | {"tokens": PROMPT, "stream": True}),
             "completions": ("/v1/completions", openai | {"prompt": PROMPT}),
             "completions stream": ("/v1/completions", openai | {"prompt": PROMPT, "stream": True}),
