@@ -13,13 +13,11 @@ import json
 import random
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
 
 from inference.engine import weights as weights_lib
-from inference.scheduler import scheduler as scheduler_lib
 from inference.server import startup
 from sharding import broadcast
 from sharding.download import range_get, source
@@ -189,22 +187,6 @@ def test_a_number_that_is_published_again_while_a_server_reads_it_is_refused(tmp
         with pytest.raises(ValueError, match="version 1 of epoch 1 is older than version 1 of epoch"):
             server.update(1)
     assert server.have.epoch == epoch
-
-
-def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
-    exp, started = doubles.experiment(prompts=2), {}
-    publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(key=learner_double.KEY))
-    epoch = publisher.publish(tiny.params(exp.model, 1), 0, metadata=exp.broadcast_metadata).epoch
-
-    def scheduler(*args, **options):
-        started.update(options)
-        return types.SimpleNamespace(forget_counts=lambda: types.SimpleNamespace(result=lambda: None))
-
-    monkeypatch.setattr(startup, "compile_largest", lambda *args: None)
-    monkeypatch.setattr(startup, "warmup_requests", lambda *args, **options: ())
-    monkeypatch.setattr(scheduler_lib, "Scheduler", scheduler)
-    server = startup.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
-    assert server.have.epoch == started["epoch"] == epoch
 
 
 def test_a_server_that_joins_takes_a_newer_version_if_its_first_is_deleted_meanwhile(tmp_path, monkeypatch, capsys):

@@ -343,6 +343,7 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
     server = startup.prepare(str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex()).run()
     try:
         assert server.update(None) == server.scheduler.version == 3
+        assert server.scheduler.epoch == server.have.epoch == written[0].epoch > 0
         shutil.copytree(tmp_path / "run", tmp_path / "late")  # as a slow relay still has it
         (again,) = run(2, {2: 9})
         assert again.epoch > written[0].epoch and server.update(None) == 2  # as --watch asks
