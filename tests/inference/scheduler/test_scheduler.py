@@ -291,7 +291,8 @@ def test_released_sequences_continue_bit_for_bit(start, alone):
 
 def test_an_update_waits_for_pinned_requests_longer_by_the_time_of_a_release(start, monkeypatch):
     now = clock.Clock()
-    monkeypatch.setattr(scheduler_lib, "time", types.SimpleNamespace(**vars(time) | {"monotonic": now}))
+    of_the_test = types.SimpleNamespace(monotonic=now, perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr(scheduler_lib, "time", of_the_test)
     scheduler, stepped = start(Stepped)
     pinned = scheduler.submit(Ask(policy_version=0, max_tokens=2 * K))
     update = stepped.step(lambda: scheduler.update(params(1), 1))
