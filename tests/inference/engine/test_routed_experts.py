@@ -26,7 +26,7 @@ MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_
 CONFIG = engine_lib.EngineConfig(4, 96, 2, 5, prefill_chunk=16, routed_experts=True)
 TOKENIZER = tokenizer_lib.byte_chatml()
 Request = functools.partial(scheduler_lib.GenerateRequest, routed_experts=True)
-WAIT_S = 60
+WAIT_S = 300
 HELLO = list(b"hello")
 
 

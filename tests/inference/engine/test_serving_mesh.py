@@ -36,7 +36,7 @@ MODELS = {
 }
 CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=5, prefill_chunk=32)
 IN_PAGES = {"num_pages": 16}  # those of whole slots
-WAIT_S = 120
+WAIT_S = 300
 HELLO = tuple(b"hello")
 Request = scheduler_lib.GenerateRequest
 ASKS = (

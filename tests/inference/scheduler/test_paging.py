@@ -40,7 +40,7 @@ ASKS = [
         ]
     )
 ]
-WAIT_S = 120
+WAIT_S = 300
 pytestmark = pytest.mark.usefixtures("pages_of_8")
 
 

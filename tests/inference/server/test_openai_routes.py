@@ -32,7 +32,7 @@ from tests.support import engines, scripted_server, serving, tiny
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2, steps_per_call=4)
 TOK = tokenizer_lib.byte_chatml()
-WAIT_S = 60
+WAIT_S = 300
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": ADD}
