@@ -181,6 +181,8 @@ JAX_FREE = (
     "inference.rollouts.rollout",
     "inference.server.web",
     "models.text.tokenizer",
+    "sharding.format.delta",
+    "sharding.format.manifest",
 )
 
 
@@ -251,83 +253,62 @@ def tree(root, files):
     return root
 
 
-@pytest.mark.parametrize(
-    ("files", "wrong"),
-    [
-        ({"models.a": "import rl.b"}, "models.a imports rl.b"),
-        ({"models.a": "from rl import b"}, "models.a imports rl"),
-        ({"sharding.a": "def f():\n    from models.b import c"}, "sharding.a imports models.b"),
-        ({"inference.a": "if True:\n    import rl"}, "inference.a imports rl"),
-        ({"models.deep.a": "from inference import b"}, "models.deep.a imports inference"),
-        ({"rl.a": "from configs import base"}, "rl.a imports configs"),
-        ({"configs.a": "from models import config"}, "configs.a imports models"),
-        ({"models.a": "import importlib\nimportlib.import_module('rl.b')"}, "models.a imports rl.b"),
-        ({"models.a": "import importlib\nimportlib.import_module(name)"}, "models.a imports ?"),
-    ],
-)
-def test_an_upward_import_is_seen(tmp_path, files, wrong):
-    assert wrong in upward(tree(tmp_path, files))
+def rings_of_files(root):
+    return rings(edges(root))
 
 
-def test_a_ring_of_folders_is_seen(tmp_path):
-    files = {"rl.a.x": "from rl.b import y", "rl.b.y": "", "rl.b.z": "from rl.a import w", "rl.a.w": ""}
-    root = tree(tmp_path, files)
-    assert rings(edges(root)) == []
-    assert rings(folder_edges(root)) == [(str(root / "rl" / "a"), str(root / "rl" / "b"))]
-
-
-def test_a_ring_of_files_is_seen(tmp_path):
-    files = {"rl.a": "from rl import b", "rl.b": "def f():\n    from rl.c import d", "rl.c": "import rl.a"}
-    assert rings(edges(tree(tmp_path, files))) == [("rl.a", "rl.b", "rl.c")]
-
-
-@pytest.mark.parametrize("text", ["from rl.ledger import __main__", "import rl.ledger.__main__ as m"])
-def test_an_imported_command_is_seen(tmp_path, text):
-    root = tree(tmp_path, {"rl.ledger.__main__": "", "rl.a": text, "tests.test_a": text})
-    assert len(imported_commands(root)) == 2
-
-
-def test_a_test_that_imports_a_benchmark_is_seen(tmp_path):
-    assert bench_in_tests(tree(tmp_path, {"tests.rl.test_a": "from bench import cheats"})) == [
-        "tests.rl.test_a imports bench",
-        "tests.rl.test_a imports bench.cheats",
+def rings_of_folders(root):
+    return [
+        tuple(pathlib.Path(folder).relative_to(root).as_posix() for folder in ring)
+        for ring in rings(folder_edges(root))
     ]
 
 
-def test_downward_imports_are_allowed(tmp_path):
-    files = {
-        "rl.a": "from inference import b\nfrom . import c\nimport os, models.d",
-        "rl.c": "from sharding import e",
-        "inference.b": "from .f import g",
-        "models.d": "import sharding.e",
-        "configs.x": "from configs import base",
-    }
-    assert upward(tree(tmp_path, files)) == []
-    assert "inference.f" in imports(tmp_path, "inference.b") and "rl.c" in imports(tmp_path, "rl.a")
+def accelerated_a(root):
+    return accelerated(root, "rl.a")
+
+
+FOLDERS = {"rl.a.x": "from rl.b import y", "rl.b.y": "", "rl.b.z": "from rl.a import w", "rl.a.w": ""}
+DOWN = {
+    "rl.a": "from inference import b\nfrom . import c\nimport os, models.d",
+    "rl.c": "from sharding import e",
+    "inference.b": "from .f import g",
+    "models.d": "import sharding.e",
+    "configs.x": "from configs import base",
+}
+CLEAN = {"rl.a": "import numpy\nfrom models import leaf", "models.leaf": "import json", "rl.b": "import jax"}
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("rule", "files", "found"),
     [
-        {"rl.a": "import jax"},
-        {"rl.a": "def f():\n    import jax.numpy as jnp"},
-        {"rl.a": "from models import b", "models.b": "from sharding import c", "sharding.c": "from jax import lax"},
-        {"rl.a": "from models.b import thing", "models.b": "import flax"},
-        {"rl.a": "import models.sub.b", "models.sub.b": "", "models.sub.__init__": "import jax"},
-        {"rl.a": "from . import b", "rl.b": "from .c import d", "rl.c": "import ml_dtypes"},
+        (upward, {"models.a": "import rl.b"}, ["models.a imports rl.b"]),
+        (upward, {"models.a": "from rl import b"}, ["models.a imports rl", "models.a imports rl.b"]),
+        (upward, {"sharding.a": "def f():\n    from models import b"}, ["sharding.a imports models", "sharding.a imports models.b"]),
+        (upward, {"inference.a": "if True:\n    import rl"}, ["inference.a imports rl"]),
+        (upward, {"models.deep.a": "import inference"}, ["models.deep.a imports inference"]),
+        (upward, {"rl.a": "import configs.base"}, ["rl.a imports configs.base"]),
+        (upward, {"models.a": "import importlib\nimportlib.import_module('rl.b')"}, ["models.a imports rl.b"]),
+        (upward, {"models.a": "import importlib\nimportlib.import_module(name)"}, ["models.a imports ?"]),
+        (upward, DOWN, []),
+        (rings_of_files, FOLDERS, []),
+        (rings_of_folders, FOLDERS, [("rl/a", "rl/b")]),
+        (
+            rings_of_files,
+            {"rl.a": "from rl import b", "rl.b": "def f():\n    from rl.c import d", "rl.c": "import rl.a"},
+            [("rl.a", "rl.b", "rl.c")],
+        ),
+        (imported_commands, {"rl.ledger.__main__": "", "rl.a": "import rl.ledger.__main__ as m"}, ["rl.a imports rl.ledger.__main__"]),
+        (imported_commands, {"rl.b.__main__": "", "tests.a": "from rl.b import __main__"}, ["tests.a imports rl.b.__main__"]),
+        (bench_in_tests, {"tests.rl.test_a": "import bench.cheats"}, ["tests.rl.test_a imports bench.cheats"]),
+        (accelerated_a, {"rl.a": "import jax"}, ["rl.a -> jax"]),
+        (accelerated_a, {"rl.a": "def f():\n    import jax.numpy as jnp"}, ["rl.a -> jax"]),
+        (accelerated_a, {"rl.a": "from models.b import thing", "models.b": "import flax"}, ["rl.a -> models.b -> flax"]),
+        (accelerated_a, {"rl.a": "import models.sub.b", "models.sub.b": "", "models.sub.__init__": "import jax"}, ["rl.a -> models.sub -> jax"]),
+        (accelerated_a, {"rl.a": "from . import b", "rl.b": "from .c import d", "rl.c": "import optax"}, ["rl.a -> rl.b -> rl.c -> optax"]),
+        (accelerated_a, CLEAN, []),
+        (clashes, {"rl.queue": "", "models.tokenizers": "", "sharding.mesh": ""}, ["models.tokenizers", "rl.queue"]),
     ],
-)
-def test_jax_is_seen_however_far(tmp_path, files):
-    (way,) = accelerated(tree(tmp_path, files), "rl.a")[:1]
-    assert way.startswith("rl.a -> ")
-
-
-def test_a_clean_module_beside_jax_is_clean(tmp_path):
-    files = {"rl.clean": "import numpy\nfrom models import leaf", "models.leaf": "import json", "rl.b": "import jax"}
-    root = tree(tmp_path, files)
-    assert accelerated(root, "rl.clean") == [] and accelerated(root, "rl.b") == ["rl.b -> jax"]
-
-
-def test_a_clash_is_seen(tmp_path):
-    root = tree(tmp_path, {"rl.queue": "", "models.tokenizers": "", "sharding.mesh": ""})
-    assert sorted(clashes(root)) == ["models.tokenizers", "rl.queue"]
+)  # fmt: skip
+def test_each_rule_finds_what_breaks_it_alone(tmp_path, rule, files, found):
+    assert sorted(rule(tree(tmp_path, files))) == found

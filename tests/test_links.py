@@ -41,15 +41,6 @@ def test_no_link_is_dead(page):
     assert dead(page, page.read_text()) == []
 
 
-def test_the_rule_finds_dead_links(tmp_path):
-    page, other = tmp_path / "a.md", tmp_path / "b.md"
-    other.write_text("# A `b` (c)\n```\n# no heading\n```\n")
-    text = (
-        "[x](b.md) [x](c.md) [x](b.md#a-b-c) [x](b.md#no-heading) [x](#own) [x](https://x/y)\n## Own\n```\n[x](no)\n```"
-    )
-    assert dead(page, page.write_text(text) and text) == ["c.md", "b.md#no-heading"]
-
-
 def test_the_site_has_every_page_once():
     def leaves(node):
         values = node.values() if isinstance(node, dict) else node

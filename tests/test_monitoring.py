@@ -1,14 +1,13 @@
-"""The dashboard and the alerts of examples/monitoring name metrics that exist, and each alert fires for its cause."""
+"""The dashboard and the alerts of examples/monitoring name metrics that exist; tests/test_alerts.py has the causes of alerts."""
 
 import json
 import pathlib
 import re
-import shutil
-import subprocess
 
 import prometheus_client
 import pytest
 import yaml
+from prometheus_client import parser
 
 from docs import catalog, pages
 from inference.rollouts import rollout as rollout_lib
@@ -17,43 +16,23 @@ from rl.reporting import monitors
 from rl.validator import routes
 from sharding.relay import server as relay_lib
 from sharding.system import sockets
-from tests.support import scrapes
+from tests.support import serving
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "examples" / "monitoring"
 KNOWN = {name for names in catalog.SCRAPES.values() for name in names}
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
 ALERTS = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
-# By alert, series (promtool's notation, a value each minute) that cause it, and the time at which it fires.
-CAUSES = {
-    "NodeDown": (['up{job="worker", instance="a"} 1 0x10'], "5m"),
-    "RunStalled": (['intellax_learner_step{instance="a"} 7x60'], "50m"),
-    "NoServer": (['intellax_orchestrator_nodes{instance="a", name="server_healthy"} 1 0x30'], "20m"),
-    "ServerBehind": (
-        ["intellax_orchestrator_policy_version 9x30", 'intellax:policy_version{instance="a"} 5x30']
-        + ['intellax_orchestrator_nodes{name="server_healthy"} 1x30'],
-        "10m",
-    ),
-    "ServerFaults": (['intellax:faults_total{instance="a"} 0 0 0 2x30'], "10m"),
-    "RequestsQueue": (["vllm:num_requests_waiting 200x60", "vllm:num_requests_running 8x60"], "30m"),
-    "RolloutsRejected": (
-        ['intellax_orchestrator_rollouts_total{name="accepted", instance="a"} 0+10x60']
-        + ['intellax_orchestrator_rollouts_total{name="refused", instance="a"} 0+2x60'],
-        "30m",
-    ),
-    "SamplerMismatch": (['intellax_learner_metric{name="loss/mismatch_kl"} 0.5x60'], "20m"),
-    "NoSignal": (['intellax_learner_metric{name="rollout/zero_advantage_frac"} 0.95x60'], "40m"),
-    "RewardErrors": (
-        ['intellax_orchestrator_environment_errors_total{name="math"} 0+3x60']
-        + ['intellax_orchestrator_environment_rollouts_total{name="math"} 0+10x60'],
-        "30m",
-    ),
-    "RelayCutOff": (['intellax_relay_upstream_alive{instance="a"} 0x60'], "10m"),
-}
 
 
 def queries():
     panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     return panels + [(rule["alert"], rule["expr"]) for rule in ALERTS]
+
+
+def names(text):
+    """The names of all metrics in Prometheus's text, counters with _total."""
+    found = parser.text_string_to_metric_families(text)
+    return {f"{one.name}_total" if one.type == "counter" else one.name for one in found}
 
 
 @pytest.mark.parametrize(("title", "query"), queries())
@@ -77,13 +56,13 @@ def test_the_registries_of_roles_have_the_metrics_that_are_described(tmp_path):
         relay = relay_lib.Relay([str(tmp_path)], None, sock)
         found = {"learner": learner.metrics, "worker": own.metrics, "relay": relay._metrics}
         for role, registry in found.items():
-            assert scrapes.names(prometheus_client.generate_latest(registry).decode()) == catalog.SCRAPES[role].keys()
+            assert names(prometheus_client.generate_latest(registry).decode()) == catalog.SCRAPES[role].keys()
         relay.close()
 
 
 def test_a_validator_has_the_metrics_that_are_described():
-    text = scrapes.get(routes.make_app(None), "/metrics")
-    assert scrapes.names(text) == catalog.SCRAPES["validator"].keys()
+    text = serving.asker(routes.make_app(None))("GET", "/metrics").text
+    assert names(text) == catalog.SCRAPES["validator"].keys()
 
 
 def test_the_page_of_metrics_is_that_of_the_catalog():
@@ -91,40 +70,5 @@ def test_the_page_of_metrics_is_that_of_the_catalog():
     assert written == pages.pages()["metrics.md"], "write it again: python -m docs.pages"
 
 
-def test_each_alert_has_a_cause_under_test():
-    assert CAUSES.keys() == {rule["alert"] for rule in ALERTS}
-    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in ALERTS)
-
-
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
-def test_each_alert_fires_once_for_its_cause_alone(tmp_path):
-    tests = []
-    for name, (series, at) in CAUSES.items():
-        inputs = [
-            dict(zip(("series", "values"), one.split("} ") if "} " in one else one.split(" ", 1), strict=True))
-            for one in series
-        ]
-        for one in inputs:
-            one["series"] += "}" * ("{" in one["series"])
-        tests.append(
-            {
-                "interval": "1m",
-                "input_series": inputs,
-                "promql_expr_test": [
-                    {
-                        "expr": f'count(ALERTS{{alertstate="firing", alertname="{name}"}})',
-                        "eval_time": at,
-                        "exp_samples": [{"value": 1}],
-                    },
-                    {
-                        "expr": f'count(ALERTS{{alertstate="firing", alertname!="{name}"}})',
-                        "eval_time": at,
-                        "exp_samples": [],
-                    },
-                ],
-            }
-        )
-    shutil.copy(FOLDER / "alerts.yml", tmp_path)
-    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["alerts.yml"], "tests": tests}))
-    result = subprocess.run(["promtool", "test", "rules", str(tmp_path / "test.yml")], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_each_alert_has_a_summary_and_a_severity():
+    assert ALERTS and all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in ALERTS)

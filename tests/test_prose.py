@@ -87,21 +87,6 @@ def test_wordings_that_strangers_stumble_over_are_rare(tops):
     assert not over, {name: (len(hits), hits[:5]) for name, hits in over.items()}
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ('"""Of a host."""', FIRST_WORD),
-        ("x = 1  # what is missing", "what as a noun"),
-        ("raise ValueError(f'{x} is no URL')", "is no"),
-        ("add(help='the size, beside others')", "behind, beside"),
-    ],
-)
-def test_each_kind_of_prose_is_read(tmp_path, monkeypatch, source, name):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text(source + "\n")
-    assert len(places([tmp_path / "a.py"])[name]) == 1
-
-
 def undocumented(paths):
     """Returns the public functions and methods without a docstring, except `main`, `close`, and overrides."""
     trees = {path: ast.parse(path.read_text()) for path in paths}
@@ -133,16 +118,6 @@ def undocumented(paths):
 
 def test_public_functions_have_docstrings():
     assert not undocumented([path for path in files("rl", "inference", "models", "sharding") if path.suffix == ".py"])
-
-
-def test_only_docstrings_that_repeat_the_name_may_be_absent(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    methods = "".join(f"    def {name}(self): pass\n" for name in ("close", "write", "more", "_own"))
-    file = tmp_path / "a.py"
-    file.write_text(
-        f'class A:\n    def write(self):\n        "W."\n\nclass B(A):\n{methods}\ndef main(): pass\ndef f(): pass\n'
-    )
-    assert undocumented([file]) == ["a.py:12: f", "a.py:8: more"]
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ Colluding relays serve the same four readers: old states of the honest publisher
 key or revoked ones. Readers restart from their floors. Signatures, and the values that arrive, are the oracle.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import random
 import shutil
 import time
-import types
 
 import numpy as np
 import pytest
@@ -19,12 +17,11 @@ from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
 from inference.engine import weights as weights_lib
-from inference.server import inference_server
 from rl.verification import verifier
 from sharding import broadcast
 from sharding.download import range_get, source
 from sharding.format import head, manifest, roots
-from tests.support import lying_upstream, proxy
+from tests.support import engines, lying_upstream, proxy
 
 ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([9]) * 32)
 OPTIONS = range_get.Options(patience_s=0.3, connect_s=1.0, stall_s=0.3)
@@ -92,15 +89,6 @@ class World:
         self.places.append(place)
 
 
-class Scheduler:
-    version = -1
-
-    def update(self, params, version, epoch):
-        self.version, self.epoch, self.params = version, epoch, params(None)
-        (done := concurrent.futures.Future()).set_result(version)
-        return done
-
-
 class Readers:
     """Four readers, each with a verifier of its own, as in four processes. `got` lists (reader, verifier, order, bytes)."""
 
@@ -110,7 +98,7 @@ class Readers:
         self.client, self.relay, self.validated = self.open(None), contextlib.ExitStack(), self.open(None)
         self.weights = verifier.published(self.validated, keep=2, key=self.validated.trusted)
         stack.callback(lambda: self.relay.close())
-        self.scheduler, self.server = Scheduler(), None
+        self.scheduler, self.server = engines.Scheduler(), None
         self.restart()
 
     def open(self, floor):
@@ -124,9 +112,7 @@ class Readers:
         options = dict(trusted_key=str(self.trusted), options=OPTIONS, keep=3)
         self.relay.enter_context(proxy.running(self.urls, self.directory / "mirror", **options))
         opened, have = self.open(self.directory / "floor"), self.server and self.server.have
-        store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
-        engine = types.SimpleNamespace(model=None)
-        self.server = inference_server.InferenceServer(opened, self.scheduler, engine, store, "", opened.trusted, have)
+        self.server = engines.without_engine(opened, self.scheduler, opened.trusted, have)
 
     def read(self, rng):
         versions = range(max(0, self.world.version - 2), self.world.version + 2)

@@ -13,20 +13,17 @@ import json
 import random
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
 
 from inference.engine import weights as weights_lib
-from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, startup
+from inference.server import startup
 from sharding import broadcast
 from sharding.download import range_get, source
 from sharding.format import head, journal
 from sharding.relay import store
-from tests.support import doubles, learner_double, proxy, tiny
-from tests.test_rollback import Scheduler
+from tests.support import doubles, engines, learner_double, proxy, tiny
 
 OPTIONS = range_get.Options(patience_s=5.0, connect_s=5.0, stall_s=5.0)
 TRUSTED = learner_double.PUBLIC
@@ -40,9 +37,7 @@ def any_params(monkeypatch):
 def server_of(urls, key):
     """A server whose engine takes all weights, with this key or verifier or without one."""
     opened = source.open(urls, trusted_key=key, options=OPTIONS)
-    store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
-    engine = types.SimpleNamespace(model=None)
-    return inference_server.InferenceServer(opened, Scheduler(), engine, store, "", opened.trusted)
+    return engines.without_engine(opened, engines.Scheduler(), opened.trusted)
 
 
 class Readers:
@@ -192,22 +187,6 @@ def test_a_number_that_is_published_again_while_a_server_reads_it_is_refused(tmp
         with pytest.raises(ValueError, match="version 1 of epoch 1 is older than version 1 of epoch"):
             server.update(1)
     assert server.have.epoch == epoch
-
-
-def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
-    exp, started = doubles.experiment(prompts=2), {}
-    publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(key=learner_double.KEY))
-    epoch = publisher.publish(tiny.params(exp.model, 1), 0, metadata=exp.broadcast_metadata).epoch
-
-    def scheduler(*args, **options):
-        started.update(options)
-        return types.SimpleNamespace(forget_counts=lambda: types.SimpleNamespace(result=lambda: None))
-
-    monkeypatch.setattr(startup, "compile_largest", lambda *args: None)
-    monkeypatch.setattr(startup, "warmup_requests", lambda *args, **options: ())
-    monkeypatch.setattr(scheduler_lib, "Scheduler", scheduler)
-    server = startup.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
-    assert server.have.epoch == started["epoch"] == epoch
 
 
 def test_a_server_that_joins_takes_a_newer_version_if_its_first_is_deleted_meanwhile(tmp_path, monkeypatch, capsys):

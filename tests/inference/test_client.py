@@ -473,18 +473,6 @@ def test_no_url_and_no_error_of_a_server_ends_its_client(url):
     assert len(samples) == 1 and client.num_retries == 1 and url in client.servers.problems()
 
 
-def test_a_broken_encoding_is_a_failed_server():
-    def handler(request):
-        if request.url.host == "a":
-            return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip"))
-        return httpx.Response(200, json={"choices": [choice()]})
-
-    samples, client = run(handler, generate)
-    assert len(samples) == 1 and client.num_retries == 1
-    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
-    assert isinstance(error, client_lib.Unavailable) and "the reply is compressed" in str(error)
-
-
 def test_every_server_updates_its_weights(monkeypatch):
     """Over TCP and over a unix socket; the token is the control plane's, never the API key."""
     monkeypatch.setenv("INTELLAX_API_KEY", "worker")

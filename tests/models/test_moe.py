@@ -37,11 +37,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 
 @functools.cache
 def params_of(config):
-    rng = np.random.default_rng(0)
-    specs = transformer.specs(config)["layers"]["000"]["moe"]
-    return jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * 0.4).astype(np.float32), specs, is_leaf=rules.is_spec
-    )
+    return tiny.drawn(transformer.specs(config)["layers"]["000"]["moe"], 0, 0.4)
 
 
 def draw(*shape, seed=1):

@@ -156,6 +156,8 @@ def test_layers_are_stacked_and_taken_apart(config):
     for old, new in ((0, 1), (1, 0), (1, 1)):
         found = transformer.restacked(params[old], models[old], models[new])
         jax.tree.map(np.testing.assert_array_equal, found, params[new])
+    shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype)), transformer.abstract(models[1]))
+    assert shapes == jax.tree.map(lambda x: (x.shape, str(x.dtype)), params[1])
 
 
 def test_no_two_parameters_share_their_draw():

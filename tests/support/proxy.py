@@ -115,7 +115,7 @@ def read_all(source, version, objects) -> dict[str, bytes]:
     return {o["path"]: source_lib.read(source, version, journal.Object(**o)) for o in listed}
 
 
-def wait_until(condition, timeout_s=10.0, what=""):
+def wait_until(condition, timeout_s=60.0, what=""):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
@@ -123,8 +123,8 @@ def wait_until(condition, timeout_s=10.0, what=""):
 
 
 @contextlib.contextmanager
-def running(upstream, directory=None, *, port=0, **options):
-    """Runs a relay in threads of this process."""
+def running(upstream, directory=None, *, port=0, holding=None, **options):
+    """Yields a relay that runs in threads of this process, once it holds the complete versions `holding`, and no others."""
     relay = relay_lib.Relay(
         [str(u) for u in ([upstream] if not isinstance(upstream, list) else upstream)],
         None if directory is None else str(directory),
@@ -134,6 +134,8 @@ def running(upstream, directory=None, *, port=0, **options):
     thread = threading.Thread(target=relay.run, daemon=True)
     thread.start()
     try:
+        if holding:
+            wait_until(holds(relay, *holding))
         yield relay
     finally:
         relay.close()

@@ -31,6 +31,13 @@ def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
     return jax.tree.map(draw, transformer.specs(config), is_leaf=rules.is_spec)
 
 
+def drawn(specs, seed: int, scale: float):
+    """Returns the tree of `specs` with normal numbers of that standard deviation, float32."""
+    rng = np.random.default_rng(seed)
+    draw = lambda spec: (rng.standard_normal(spec.shape) * scale).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, specs, is_leaf=rules.is_spec)
+
+
 def rollout(mask, **changes) -> rollout_lib.Rollout:
     """Returns an unsigned rollout whose tokens are sampled where `mask` is True; every other field is as simple as possible."""
     fields = dict(

@@ -17,13 +17,12 @@ from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import engines, tiny
 
 MODEL = tiny.model(num_layers=4, window=24, layer_pattern="SF")
 CONFIG = engine_lib.EngineConfig(
     num_slots=8, max_model_len=176, prefill_batch=6, steps_per_call=4, prefill_chunk=32, kept_tokens=20
 )
-WAIT_S = 300  # a hang fails; compiling on a loaded machine does not
 HELLO = tuple(b"hello")
 Ask = functools.partial(scheduler_lib.GenerateRequest, max_tokens=20)
 pytestmark = pytest.mark.usefixtures("several_blocks")
@@ -67,11 +66,8 @@ def weights_of(made):
 
 def complete(made, requests, params=None):
     """Returns the completions of requests submitted together."""
-    scheduler = scheduler_lib.Scheduler(made, weights_of(made) if params is None else params, 0)
-    futures = [scheduler.submit(request) for request in requests]
-    results = [sample for future in futures for sample in future.result(WAIT_S)]
-    scheduler.close()
-    return results
+    found = engines.complete(made, weights_of(made) if params is None else params, requests)
+    return [sample for samples in found for sample in samples]
 
 
 def assert_close(got, wanted):
@@ -82,13 +78,10 @@ def assert_close(got, wanted):
         assert [[token for token, _ in row] for row in a.top] == [[token for token, _ in row] for row in b.top]
 
 
-@pytest.fixture
-def wanted():
-    return complete(engine(), REQUESTS)
-
-
-def test_completions_are_those_of_the_program_of_all_layers(wanted, layered):
+def test_completions_are_those_of_the_program_of_all_layers(monkeypatch):
     """Together, while the state grows and shrinks, and one after the other in states of few slots."""
+    wanted = complete(engine(), REQUESTS)
+    monkeypatch.setattr(cpu_sub_batches, "MAX_WEIGHTS_BYTES", 0)
     made = engine()
     assert made.follows_load
     assert_close(complete(made, REQUESTS), wanted)
@@ -161,12 +154,12 @@ def test_experts_and_long_prompts(layered, monkeypatch):
 def test_a_conversation_goes_on_after_the_state_shrank(layered):
     """A sequence that ended in a slot that is given up, or moved, is copied, and read again by its next turn."""
     made = engine()
-    scheduler = scheduler_lib.Scheduler(made, weights_of(made), 0)
     first = [Ask(tuple(b"turn %d" % n), seed=n, max_tokens=60 if n == 3 else 28) for n in range(4)]
-    ended = [future.result(WAIT_S)[0] for future in map(scheduler.submit, first)]
-    turns = [(*request.tokens, *done.tokens, 32, 33) for request, done in zip(first, ended, strict=True)]
-    later = [scheduler.submit(Ask(turn, seed=9, max_tokens=8)).result(WAIT_S)[0] for turn in turns]
-    scheduler.close()
+    with engines.server(made, weights_of(made)) as server:
+        submit = server.scheduler.submit
+        ended = [future.result(engines.WAIT_S)[0] for future in map(submit, first)]
+        turns = [(*request.tokens, *done.tokens, 32, 33) for request, done in zip(first, ended, strict=True)]
+        later = [submit(Ask(turn, seed=9, max_tokens=8)).result(engines.WAIT_S)[0] for turn in turns]
     assert all(done.num_cached >= 16 for done in later)
     fresh = [complete(made, [Ask(turn, seed=9, max_tokens=8)])[0] for turn in turns]
     assert [done.num_cached for done in fresh] == [0] * 4

@@ -19,7 +19,7 @@ from tests.support import shapes, tiny
 
 MODEL = tiny.model()
 WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8)
-WAIT_S = 60
+WAIT_S = 300
 Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), max_tokens=40)
 pytestmark = pytest.mark.usefixtures("several_blocks")
 

@@ -19,10 +19,9 @@ import pytest
 from inference.engine import engine as engine_lib
 from inference.engine import jetstream_engine, kv_cache, sampler
 from inference.engine import request as request_lib
-from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import tiny
+from tests.support import engines, tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 CAPACITY = 96
@@ -40,9 +39,7 @@ def params():
 @functools.cache
 def alone(ask):
     """Returns the completion of a request that has an engine for itself."""
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, CONFIG, TOKENIZER), params(), 0)
-    (sample,) = scheduler.submit(ask).result(60)
-    scheduler.close()
+    ((sample,),) = engines.complete(engine_lib.Engine(MODEL, CONFIG, TOKENIZER), params(), [ask])
     return sample.tokens, sample.logprobs
 
 

@@ -25,7 +25,7 @@ from tests.support import tiny
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 CONFIG = engine_lib.EngineConfig(4, 64, prefill_batch=2, steps_per_call=4, prefill_chunk=16, routed_experts=True)
 PAGED = dataclasses.replace(CONFIG, num_pages=9)
-WAIT_S = 60
+WAIT_S = 300
 pytestmark = pytest.mark.usefixtures("pages_of_8")
 Request = scheduler_lib.GenerateRequest
 

@@ -17,17 +17,16 @@ from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import serving, stacking, tiny
+from tests.support import engines, serving, stacking, tiny
 
 MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))
 CONFIG = engine_lib.EngineConfig(4, 96, 2, 5, prefill_chunk=16, routed_experts=True)
 TOKENIZER = tokenizer_lib.byte_chatml()
 Request = functools.partial(scheduler_lib.GenerateRequest, routed_experts=True)
-WAIT_S = 60
+WAIT_S = 300
 HELLO = list(b"hello")
 
 
@@ -39,9 +38,8 @@ def params():
 @pytest.fixture(scope="module")
 def server():
     engine = engine_lib.Engine(MODEL, CONFIG, TOKENIZER)
-    scheduler = scheduler_lib.Scheduler(engine, params(), 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights.Store(MODEL, engine.mesh))
-    scheduler.close()
+    with engines.server(engine, params()) as server:
+        yield server
 
 
 @pytest.fixture
@@ -174,8 +172,7 @@ def test_experts_on_a_mesh_and_in_stacked_layers(server, scan_layers):
     mesh = mesh_lib.create({"tensor": 2, "data": 4})
     tree = stacking.stack(params(), model) if scan_layers else params()
     placed = jax.device_put(tree, weights.Store(model, mesh).shardings)
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(model, CONFIG, TOKENIZER, mesh), placed, 0)
-    for prompt in (tuple(HELLO), tuple(range(50))):
-        (completion,) = scheduler.submit(Request(prompt, max_tokens=12, seed=6)).result(WAIT_S)
-        check(prompt, completion)
-    scheduler.close()
+    requests = [Request(prompt, max_tokens=12, seed=6) for prompt in (tuple(HELLO), tuple(range(50)))]
+    made = engine_lib.Engine(model, CONFIG, TOKENIZER, mesh)
+    for request, (completion,) in zip(requests, engines.complete(made, placed, requests), strict=True):
+        check(request.tokens, completion)

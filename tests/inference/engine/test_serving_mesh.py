@@ -23,8 +23,8 @@ from rl import rollout_system
 from rl.experiment import experiment
 from sharding import mesh as mesh_lib
 from sharding import rules
+from tests.support import engines, tiny
 from tests.support import proofs as proofs_lib
-from tests.support import tiny
 
 DENSE = tiny.model()
 MIXED = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
@@ -36,7 +36,7 @@ MODELS = {
 }
 CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=5, prefill_chunk=32)
 IN_PAGES = {"num_pages": 16}  # those of whole slots
-WAIT_S = 120
+WAIT_S = 300
 HELLO = tuple(b"hello")
 Request = scheduler_lib.GenerateRequest
 ASKS = (
@@ -62,17 +62,9 @@ def make(name, config=CONFIG, **axes):
     return engine_lib.Engine(MODELS[name], config, tokenizer_lib.byte_chatml(), mesh), placed
 
 
-def answers(engine, placed, asks):
-    scheduler = scheduler_lib.Scheduler(engine, placed, 0)
-    try:
-        return [future.result(WAIT_S) for future in [scheduler.submit(ask) for ask in asks]]
-    finally:
-        scheduler.close()
-
-
 @functools.cache
 def on_one_device(name):
-    return answers(*make(name), ASKS)
+    return engines.complete(*make(name), ASKS)
 
 
 @pytest.mark.slow
@@ -94,7 +86,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(name, axes, fields):
     """Batched and chunked prefill, shared prefixes, every sampling field; and one compilation of generate."""
     engine, placed = make(name, dataclasses.replace(CONFIG, **fields), **axes)
     before = compiled_steps.generate._cache_size()
-    got = answers(engine, placed, ASKS)
+    got = engines.complete(engine, placed, ASKS)
     assert compiled_steps.generate._cache_size() == before + 1
     for ask, expected, found in zip(ASKS, on_one_device(name), got, strict=True):
         for one, other in zip(expected, found, strict=True):

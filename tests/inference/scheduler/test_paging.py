@@ -16,7 +16,7 @@ from inference.scheduler import paging, sequence, slots
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import engines, tiny
 
 MODEL = tiny.model(scan_layers=True)
 CONFIG = engine_lib.EngineConfig(
@@ -40,7 +40,7 @@ ASKS = [
         ]
     )
 ]
-WAIT_S = 120
+WAIT_S = 300
 pytestmark = pytest.mark.usefixtures("pages_of_8")
 
 
@@ -75,13 +75,9 @@ def results(completions):
 @functools.cache
 def alone(num):
     """The samples of a request, each with an engine for itself and as many pages as the slots could fill."""
-    found = []
-    for index in range(ASKS[num].num_samples):
-        scheduler = scheduler_lib.Scheduler(engine(32), params(), 0)
-        ask = dataclasses.replace(ASKS[num], num_samples=1, seed=ASKS[num].seed + index)
-        found += results(scheduler.submit(ask).result(WAIT_S))
-        scheduler.close()
-    return found
+    seeds = range(ASKS[num].seed, ASKS[num].seed + ASKS[num].num_samples)
+    asks = [dataclasses.replace(ASKS[num], num_samples=1, seed=seed) for seed in seeds]
+    return [one for ask in asks for one in results(engines.complete(engine(32), params(), [ask])[0])]
 
 
 def run(scheduler, seed):

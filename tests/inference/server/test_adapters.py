@@ -37,13 +37,8 @@ NUM_ADAPTER_BYTES = 4 * sum(
 @functools.cache
 def policy(name, version, config=LORA, base_seed=0):
     """The parameters of a version, with adapters attached; those of version 0 change nothing."""
-    model, rng = MODELS[name], np.random.default_rng(version)
-    specs = lora.specs(transformer.specs(model), config)
-    drawn = jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * (0.2 if version else 0.0)).astype(np.float32),
-        specs,
-        is_leaf=rules.is_spec,
-    )
+    model = MODELS[name]
+    drawn = tiny.drawn(lora.specs(transformer.specs(model), config), version, 0.2 if version else 0.0)
     base = jax.tree.map(lambda x, spec: x.astype(spec.dtype), tiny.params(model, base_seed), transformer.specs(model))
     return lora.attach(base, drawn, config)
 

@@ -1,7 +1,6 @@
 """The OpenAI-style routes: whole and streamed replies are equal, and both are the text of their token IDs.
 
 In process over ASGI. The model's weights are random; a scripted engine returns the texts that a test needs, token by token.
-A logit bias of +100 at temperature 0 forces one token.
 """
 
 import asyncio
@@ -24,17 +23,16 @@ from docs import catalog
 from inference import chat as chat_lib
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, schemas
+from inference.server import schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import scripted_server, serving, tiny
+from tests.support import engines, scripted_server, serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2, steps_per_call=4)
 TOK = tokenizer_lib.byte_chatml()
-WAIT_S = 60
+WAIT_S = 300
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": ADD}
@@ -45,9 +43,9 @@ def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = scripted_server.Scripted(MODEL, CONFIG, TOK)
     engine.script = None
-    scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    scheduler.close()
+    with engines.server(engine, params) as server:
+        engine.scheduler = server.scheduler
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -244,16 +242,6 @@ def test_a_conversation_is_rendered_as_the_template_has_it(ask):
     assert ask("/v1/completions", text).json()["choices"][0]["prompt_token_ids"] == list(b"a<|im_end|>")
 
 
-def test_tokens_in_chat_out(ask):
-    """/v1/chat/completions/tokens: the IDs are the prompt, and the messages are ignored."""
-    tokens = list(b"any ids at all")
-    body = {"messages": HELLO, "tokens": tokens, "seed": 5, "max_tokens": 6, "logprobs": True, "return_token_ids": True}
-    reply = ask("/v1/chat/completions/tokens", body).json()
-    other = ask("/inference/v1/generate", {"token_ids": tokens, "sampling_params": {"seed": 5, "max_tokens": 6}}).json()
-    assert reply["prompt_token_ids"] == tokens
-    assert reply["choices"][0]["token_ids"] == other["choices"][0]["token_ids"]
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -336,15 +324,6 @@ def test_untempered_and_prompt_log_probabilities(ask, server):
     assert reply["prompt_logprobs"][0] is None and len(reply["prompt_logprobs"]) == len(prompt)
     scored = [entry[str(id)]["logprob"] for id, entry in zip(prompt[1:], reply["prompt_logprobs"][1:], strict=True)]
     np.testing.assert_allclose(scored, logp(logits, np.arange(len(prompt) - 1), prompt[1:]), atol=2e-5)
-
-
-def test_logit_bias_forces_and_forbids(ask):
-    forced = chat(ask, max_tokens=5, logit_bias={"65": 100}, ignore_eos=True)["choices"][0]
-    assert forced["message"]["content"] == "AAAAA"
-    free = chat(ask, max_tokens=5, return_token_ids=True, ignore_eos=True, temperature=0)["choices"][0]["token_ids"]
-    bias = {str(free[0]): -100}
-    banned = chat(ask, max_tokens=1, return_token_ids=True, ignore_eos=True, temperature=0, logit_bias=bias)
-    assert banned["choices"][0]["token_ids"][0] != free[0]
 
 
 def test_completions(ask):

@@ -15,11 +15,9 @@ import pytest
 
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
-from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server, schemas
+from inference.server import schemas
 from models.text import tokenizer as tokenizer_lib
-from tests.support import serving, tiny
+from tests.support import engines, serving, tiny
 
 TABLE = json.loads((pathlib.Path(__file__).parent / "request_fields.json").read_text())["fields"]
 MODEL = tiny.model()
@@ -42,9 +40,8 @@ ROUTES = {
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml())
-    scheduler = scheduler_lib.Scheduler(engine, params, 0)
-    yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    scheduler.close()
+    with engines.server(engine, params) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +130,7 @@ def test_the_table_is_the_schema():
         (TEXT, {"prompt": "a", "min_tokens": 2, "stop_token_ids": list(range(9))}, "at most 8 can be delayed"),
         (TEXT, {"prompt": "a", "min_tokens": 2, "allowed_token_ids": [256]}, "allowed_token_ids are stop tokens alone"),
         (TEXT, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs = 1 is not supported in a stream"),
+        (CHAT, {"messages": HELLO, "stream": True, "prompt_logprobs": 0}, "prompt_logprobs = 0 is not supported in a stream"),
         (GENERATE, {"token_ids": [1], "sampling_params": {"top_kk": 1}}, "sampling_params.top_kk is not a field of this route; if you mean top_k,"),
         (GENERATE, {"token_ids": [1], "x" * 99: 1}, "x" * 61 + "... is not a field of this route; leave it out"),
         (CHAT, {"messages": HELLO, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats = true is not"),
@@ -210,44 +208,3 @@ def test_messages_reach_the_template_with_all_their_fields(ask, server, monkeypa
     messages = [{"role": "user", "content": [part]}, reply, HELLO[0]]
     assert ask(CHAT, PLAIN | {"messages": messages}).status_code == 200
     assert seen[0][0]["content"] == "hello" and seen[0][1]["thinking"] == "hm" and "refusal" not in seen[0][1]
-
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
-V0 = {
-    "model": "policy",
-    "n": 1,
-    "temperature": 0.7,
-    "max_completion_tokens": 4,
-    "logprobs": True,
-    "return_token_ids": True,
-}
-V0 |= {"top_k": -1, "min_p": 0.0, "cache_salt": "3", "min_tokens": 0, "repetition_penalty": 1.0}
-RENDERED = {
-    "temperature": 0.9,
-    "max_tokens": 4,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0,
-    "seed": None,
-    "stop_token_ids": [256],
-}
-RENDERED |= {"logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 0, "min_tokens": 0, "n": 1}
-CLIENTS = {
-    "verifiers chat": (CHAT, V0 | {"messages": HELLO, "tools": [TOOL]}),
-    "verifiers token-in": (f"{CHAT}/tokens", V0 | {"messages": HELLO, "tools": None, "tokens": [1, 2]}),
-    "verifiers tokenize": ("/tokenize", {"model": "policy", "messages": HELLO, "tools": None, "add_generation_prompt": False}),
-    "verifiers completions": (TEXT, {"model": "policy", "prompt": "a", "max_tokens": 4, "n": 1, "logprobs": 1, "return_token_ids": True}),
-    "verifiers harness": (CHAT, {"model": "policy", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}),
-    "renderers": (GENERATE, {"model": "policy", "token_ids": [1], "sampling_params": RENDERED, "cache_salt": "3", "priority": 1}),
-    "prime-rl scoring": (GENERATE, {"model": "policy", "token_ids": [1, 2], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}),
-    "lm_eval": (CHAT, {"model": "policy", "messages": HELLO, "max_tokens": 4, "temperature": 0, "stop": ["\n"], "seed": 1234}),
-    "openai": (CHAT, {"model": "policy", "messages": HELLO, "max_tokens": 4, "store": False, "metadata": {"a": "b"}, "user": "u"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_bodies_of_unmodified_clients_are_accepted(ask, client):
-    """The bodies follow verifiers 0.1.12 to 0.4.0, renderers 0.1.12, and prime-rl of August 2026."""
-    path, body = CLIENTS[client]
-    response = ask(path, body)
-    assert response.status_code == 200, response.text

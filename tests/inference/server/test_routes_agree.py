@@ -11,24 +11,22 @@ import pytest
 
 from inference import serve
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
 from inference.proofs import toploc
 from inference.rollouts import attestation
 from inference.rollouts import completion as completion_lib
 from inference.rollouts import rollout as rollout_lib
-from inference.scheduler import scheduler as scheduler_lib
-from inference.server import grpc_service, inference_server
+from inference.server import grpc_service
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from tests.support import engines, serving, tiny
 from tests.support import proofs as proofs_lib
-from tests.support import serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=640, prefill_batch=2, steps_per_call=4)
 TOK = tokenizer_lib.byte_chatml()
 HELLO = [{"role": "user", "content": "hello"}]
 PROMPT = TOK.render(HELLO, add_generation_prompt=True).token_ids
-CHAT = {"messages": HELLO}
+CHAT, OTHER = {"messages": HELLO}, [{"role": "user", "content": "bye"}]
 FIELDS = ("seed", "token_ids", "logprobs", "finish_reason", "policy_versions", "prompt_policy_version", "proofs", "server_signature")  # fmt: skip
 RUN = "a" * 64
 
@@ -37,11 +35,9 @@ RUN = "a" * 64
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
     engine = engine_lib.Engine(MODEL, CONFIG, TOK)
-    scheduler = scheduler_lib.Scheduler(engine, params, 3)
-    server = inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
-    server.signer, server.run = rollout_lib.WorkerKey.generate(), RUN
-    yield server
-    scheduler.close()
+    with engines.server(engine, params, 3) as server:
+        server.signer, server.run = rollout_lib.WorkerKey.generate(), RUN
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +55,10 @@ def answers(server):
             "sampling_params": ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": fields}),
             "chat": ("/v1/chat/completions", chat | CHAT),
             "chat stream": ("/v1/chat/completions", chat | CHAT | {"stream": True}),
-            "tokens": ("/v1/chat/completions/tokens", chat | {"tokens": PROMPT}),
+            "tokens": (
+                "/v1/chat/completions/tokens",
+                chat | {"tokens": PROMPT, "messages": OTHER},
+            ),  # which are ignored
             "tokens stream": ("/v1/chat/completions/tokens", chat | {"tokens": PROMPT, "stream": True}),
             "completions": ("/v1/completions", openai | {"prompt": PROMPT}),
             "completions stream": ("/v1/completions", openai | {"prompt": PROMPT, "stream": True}),
@@ -196,12 +195,3 @@ def test_a_pin_of_the_first_version_is_a_pin(server, where, pin, monkeypatch):
     reply = asyncio.run(ask())
     assert reply.status_code == 409, reply.text
     assert f"{[*pin.values()][0]} was requested, and this server has version 3 of epoch 1" in reply.text
-
-
-def test_prompt_logprobs_of_the_sampled_token_alone_are_refused_in_a_stream(server):
-    async def ask():
-        async with serving.client(serve.make_app(server)) as http:
-            return await http.post("/v1/chat/completions", json=CHAT | {"prompt_logprobs": 0, "stream": True})
-
-    reply = asyncio.run(ask())
-    assert reply.status_code == 400 and "prompt_logprobs = 0 is not supported in a stream" in reply.text

@@ -192,7 +192,7 @@ def test_the_death_of_one_host_ends_all(tmp_path, killed):
         running = begun(pool, url)
         processes[killed].send_signal(signal.SIGKILL)
         begun_s = time.monotonic()
-        assert processes[1 - killed].wait(WAIT_S) == 1 and time.monotonic() - begun_s < 20
+        assert processes[1 - killed].wait(WAIT_S) == 1 and time.monotonic() - begun_s < 60
         with pytest.raises((httpx.HTTPError, AssertionError)):
             running.result()
     (line,) = the_error(folder)

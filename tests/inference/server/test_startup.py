@@ -15,7 +15,7 @@ from tests.support import tiny
 MODEL = tiny.model(num_layers=1, head_dim=24)  # of its own: nothing is compiled for it yet
 CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=128, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
 PROGRAMS = ("prefill", "prefill_chunk", "_insert_entry", "_insert_rows", "generate", "deactivate")
-WAIT_S = 120
+WAIT_S = 300
 
 
 def num_compiled():

@@ -185,17 +185,6 @@ async def main():
 asyncio.run(main())
 """
 
-JETSTREAM = """
-import sys, grpc
-from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
-request = jetstream_pb2.DecodeRequest
-with grpc.insecure_channel("127.0.0.1:" + sys.argv[2]) as channel:
-    stub = jetstream_pb2_grpc.OrchestratorStub(channel)
-    asked = request(session_cache="", priority=0, max_tokens=50, text_content=request.TextContent(text="hello"))
-    samples = [s for reply in stub.Decode(asked, timeout=60) for s in reply.stream_content.samples]
-    assert "".join(s.text for s in samples) == "Hello, é!", samples
-"""
-
 
 def test_openai(python, server):
     run(python("new"), server, OPENAI)
@@ -210,10 +199,6 @@ def test_verifiers_v0_chat_and_token_in(python, server, name):
 def test_verifiers_v1_train_client(python, server):
     assert tokenizer_lib.load(server[2]).vocab_size == 265
     run(python("new"), server, V1_TRAIN)
-
-
-def test_jetstreams_client(server):
-    run(sys.executable, server, JETSTREAM)
 
 
 def test_jetstreams_benchmark(python, server, tmp_path):

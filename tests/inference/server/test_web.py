@@ -136,24 +136,6 @@ def test_one_address_takes_half_and_another_is_served(run):
     run(main)
 
 
-def test_many_addresses_together_leave_room(run):
-    async def main(url, budget, gate):
-        until, refused = asyncio.Event(), refusals(budget)
-        greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
-        tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
-        await settled(budget, refused, len(tasks), BODY // 4)
-        assert BUDGET / 4 < sum(budget.used.values()) <= BUDGET * 7 / 8 and len(budget.used) == 7
-        async with client(url, "127.0.0.1") as new:
-            assert (await new.post("/read", content=bytes(BODY // 4))).status_code == 200
-        until.set()
-        answers = await asyncio.gather(*tasks)
-        assert {answer.status_code for answer in answers} == {200, 503}
-        for c in greedy:
-            await c.aclose()
-
-    run(main)
-
-
 def test_an_address_is_that_of_the_connection(run):
     """A header cannot name another address, by which one client could get any number of shares."""
 

@@ -15,7 +15,6 @@ from inference.adapters import adapter_set
 from models import hf, lora, transformer
 from models.hf import adapter_file, safetensors_file
 from sharding import mesh as mesh_lib
-from sharding import rules
 from sharding.format import safetensors_header
 from tests.support import tiny
 
@@ -24,10 +23,7 @@ EXPERTS = dict(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dens
 
 
 def adapted(model, config=CONFIG):
-    rng, specs = np.random.default_rng(3), lora.specs(transformer.specs(model), config)
-    drawn = jax.tree.map(
-        lambda spec: (rng.standard_normal(spec.shape) * 0.2).astype(np.float32), specs, is_leaf=rules.is_spec
-    )
+    drawn = tiny.drawn(lora.specs(transformer.specs(model), config), 3, 0.2)
     return lora.attach(jax.tree.map(jnp.asarray, tiny.params(model, 0)), drawn, config)
 
 

@@ -35,13 +35,8 @@ def test_the_sum_is_rounded_once(kind):
 
 
 def model_with_adapters(model):
-    rng, specs = np.random.default_rng(4), transformer.specs(model)
-    drawn = jax.tree.map(
-        lambda spec: jnp.asarray(rng.standard_normal(spec.shape) * 0.2, jnp.float32),
-        lora.specs(specs, CONFIG),
-        is_leaf=rules.is_spec,
-    )
-    return jax.tree.map(jnp.asarray, tiny.params(model, 1)), drawn
+    drawn = tiny.drawn(lora.specs(transformer.specs(model), CONFIG), 4, 0.2)
+    return jax.tree.map(jnp.asarray, (tiny.params(model, 1), drawn))
 
 
 def logits(model, params):

@@ -1,22 +1,16 @@
-"""Output-major kernels: the products of numpy in float64, the same bits for any number of rows, the same tokens from an engine."""
-
-import functools
+"""Output-major kernels: the products of numpy in float64, the same bits for any number of rows, the same logits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import engine as engine_lib
 from inference.engine import weights
-from inference.scheduler import scheduler as scheduler_lib
 from models import layers, transformer
 from models.kernels import cpu_integers, cpu_transposed, int8
-from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
-MODEL = tiny.model()
 ONE = mesh_lib.create({}, devices=jax.local_devices()[:1])
 RNG = np.random.default_rng(3)
 
@@ -137,25 +131,3 @@ def test_the_whole_model(changes, quantization):
 def test_4_bits_are_refused_elsewhere():
     with pytest.raises(ValueError, match="quantize = 'int4' is for a server on one CPU device.*choose int8"):
         weights.Store(tiny.model(scan_layers=True), ONE, "int4")
-
-
-@functools.cache
-def completions(form: str):
-    params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 4))
-    params = params if form == "plain" else weights.Store(MODEL, ONE, form).load(params)
-    config = engine_lib.EngineConfig(num_slots=2, max_model_len=64, prefill_batch=2, steps_per_call=4)
-    scheduler = scheduler_lib.Scheduler(engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml()), params, 0)
-    request = scheduler_lib.GenerateRequest(tuple(b"turned"), max_tokens=30, seed=1, prompt_logprobs=True)
-    try:
-        return scheduler.submit(request).result(60)[0]
-    finally:
-        scheduler.close()
-
-
-def test_an_engine_generates_the_same_with_them():
-    """The oracle is an engine that has the weights as they were published."""
-    got, expected = completions("none"), completions("plain")
-    assert got.tokens == expected.tokens
-    for name in "logprobs", "prompt_logprobs":
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
-    assert completions("int4").tokens != expected.tokens

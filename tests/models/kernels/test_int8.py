@@ -15,7 +15,6 @@ import pytest
 from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import weights
-from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import startup
 from models import hf, transformer
@@ -23,8 +22,7 @@ from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
-from tests.support import proofs as proofs_lib
-from tests.support import serving, tiny
+from tests.support import engines, serving, tiny
 
 DENSE = tiny.model(tie_embeddings=False)
 MIXED = tiny.model(
@@ -38,7 +36,6 @@ MODELS = {
 }
 ONE = mesh_lib.create({}, jax.devices()[:1])
 CONFIG = engine_lib.EngineConfig(8, 64, 2, 5, prefill_chunk=32)
-WAIT_S = 60
 TOKENS = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
 
 
@@ -145,15 +142,11 @@ def test_half_the_bytes_of_bfloat16(name):
 def answers(name, tree, mesh=None):
     """Compares the output of a scheduler; prompts in a batch and in chunks, with log-probabilities of a prompt."""
     engine = engine_lib.Engine(MODELS[name], CONFIG, tokenizer_lib.byte_chatml(), mesh)
-    scheduler = scheduler_lib.Scheduler(engine, tree, 0)
     asks = [
         scheduler_lib.GenerateRequest(tuple(b"hello"), num_samples=2, max_tokens=12, seed=5, prompt_logprobs=True),
         scheduler_lib.GenerateRequest(tuple(range(40)), max_tokens=12, seed=9, proofs=True),
     ]
-    try:
-        return [one for future in [scheduler.submit(ask) for ask in asks] for one in future.result(WAIT_S)]
-    finally:
-        scheduler.close()
+    return [one for samples in engines.complete(engine, tree, asks) for one in samples]
 
 
 def same(got, expected):
@@ -162,20 +155,6 @@ def same(got, expected):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
         if other.prompt_logprobs:
             np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, rtol=0, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_what_is_sampled_is_of_the_integers():
-    got = answers("mixed", kept("mixed"))
-    same(got, answers("mixed", jax.tree.map(jnp.asarray, meant(kept("mixed")))))
-    chunked = got[-1]
-    tokens_1T = np.array([[*range(40), *chunked.tokens]], np.int32)
-
-    def accepted(tree):
-        rows_ND = np.asarray(jax.jit(transformer.apply, static_argnums=1)(tree, MIXED, tokens_1T)[0])[0, 39:-1]
-        return all(r.accepted for r in proofs_lib.verify(rows_ND, toploc.split(chunked.proofs, *rows_ND.shape)))
-
-    assert accepted(kept("mixed")) and not accepted(params("mixed", 1))
 
 
 AXES = {"dense": dict(tensor=2, data=4), "mixed": dict(fsdp=2, expert=2, tensor=2), "stacked": dict(expert=4, tensor=2)}

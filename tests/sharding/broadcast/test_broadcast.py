@@ -1,13 +1,11 @@
 """Weights cross process borders bit for bit, whole or not at all, and every tampering is named."""
 
-import collections
 import contextlib
 import dataclasses
 import errno
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,13 +21,10 @@ import pytest
 import tensorstore as ts
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from models import transformer
 from sharding import broadcast
-from sharding import mesh as mesh_lib
 from sharding.broadcast import assemble, destination, encode, placement
 from sharding.download import source
 from sharding.format import chunks, digests, journal, manifest
-from tests.models import test_families
 from tests.support import commands, proxy, trees
 
 
@@ -72,18 +67,6 @@ def test_structure_metadata_and_digest_round_trip(tmp_path):
     assert (pulled.version, pulled.metadata) == (3, metadata)
     assert pulled.digest == written.digest
     assert broadcast.read_manifest(tmp_path, 3) == written
-
-
-def test_a_manifest_is_parsed_once(tmp_path, monkeypatch):
-    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([1] * 32))
-    broadcast.publish({"w": np.arange(5)}, 0, tmp_path, broadcast.PublishOptions(key=key))
-    with proxy.running(tmp_path) as relay:
-        proxy.wait_until(proxy.holds(relay, 0))
-        calls, parse = [], manifest.parse
-        monkeypatch.setattr(manifest, "parse", lambda *args, **kwargs: calls.append(args) or parse(*args, **kwargs))
-        for place in (tmp_path, relay.url):
-            broadcast.pull(place, key=key.public_key().public_bytes_raw().hex())
-            assert len(calls) == (1 if place == tmp_path else 2)
 
 
 def test_a_cpu_device_adopts_what_was_received(tmp_path):
@@ -421,11 +404,11 @@ def _params(rng) -> dict:
     }
 
 
-def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
+def test_twenty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
     params = _params(rng)
     chain, snapshots = broadcast.Publisher(tmp_path / "chain", snapshot_every=100), tmp_path / "snapshots"
     have = None
-    for version in range(0, 102, 2):  # versions have gaps
+    for version in range(0, 42, 2):  # versions have gaps
         written = chain.publish(params, version, metadata={"step": version})
         assert (written.base, written.encodings) == ((None, ("zarr3",)) if version == 0 else (version - 2, ("xor",)))
         reference = broadcast.publish(params, version, snapshots)
@@ -436,8 +419,8 @@ def test_fifty_deltas_come_to_what_a_snapshot_holds(tmp_path, rng):
     late = broadcast.pull(tmp_path / "chain")
     trees.assert_same(late.params, have.params)
     trees.assert_same(late.params, broadcast.pull(snapshots).params)
-    assert late.metadata == {"step": 100} and late.digest == have.digest
-    assert broadcast.versions(tmp_path / "chain") == list(range(0, 102, 2))  # the newest 8 need all of them
+    assert late.metadata == {"step": 40} and late.digest == have.digest
+    assert broadcast.versions(tmp_path / "chain") == list(range(0, 42, 2))  # the newest 8 need all of them
 
 
 def test_a_version_that_needs_nothing_frees_the_old_ones(tmp_path, rng):
@@ -526,39 +509,6 @@ def test_a_tampered_delta_is_named_and_a_snapshot_helps(tmp_path, how, rng):
     trees.assert_same(broadcast.pull(tmp_path, 3, base=two).params, params)
     with pytest.raises(broadcast.CorruptSource, match="deltas"):
         broadcast.verify(tmp_path, 3)
-
-
-def test_random_damage_gives_the_right_tree_or_an_error(tmp_path, rng):
-    """One or two files of a chain damaged at random: no wrong tree, and nothing but the errors that are promised."""
-    params, have = {"w": rng.standard_normal((40, 8)), "b": np.zeros(9, np.float32)}, None
-    publisher = broadcast.Publisher(tmp_path / "good", snapshot_every=3)
-    for version in range(5):
-        publisher.publish(params, version)
-        have = broadcast.pull(tmp_path / "good", 2) if version == 2 else have
-        params = _nudge(params, rng) if version < 4 else params
-    files = [p.relative_to(tmp_path / "good") for p in (tmp_path / "good").rglob("*") if p.is_file()]
-    outcomes = collections.Counter()
-    for _ in range(60):
-        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
-        shutil.copytree(tmp_path / "good", tmp_path / "bad")
-        for file in rng.choice(files, rng.integers(1, 3)):
-            path = tmp_path / "bad" / file
-            data = bytearray(path.read_bytes())
-            how = rng.integers(4)
-            if how == 0:
-                data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-            elif how == 1:
-                del data[rng.integers(len(data)) :]
-            elif how == 2:
-                data = bytearray((tmp_path / "good" / files[rng.integers(len(files))]).read_bytes())
-            path.unlink() if how == 3 else path.write_bytes(data)
-        for base in (None, have):
-            try:
-                trees.assert_same(broadcast.pull(tmp_path / "bad", 4, base=base).params, params)
-                outcomes["right"] += 1
-            except (broadcast.CorruptSource, FileNotFoundError):
-                outcomes["refused"] += 1
-    assert outcomes["right"] > 10 and outcomes["refused"] > 10, outcomes
 
 
 def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, rng):
@@ -671,6 +621,9 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours, rng):
     tree = {
         "w": rng.standard_normal((48, 40)).astype(np.float32),
         "h": rng.standard_normal((16, 8)).astype(ml_dtypes.bfloat16),
+        "e": rng.integers(0, 256, (8, 16, 12), dtype=np.uint8).view(
+            np.float32
+        ),  # [8, 16, 3], as of experts; NaN included
     }
     publisher = broadcast.Publisher(tmp_path, snapshot_every=3)
     have = {}
@@ -678,7 +631,7 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours, rng):
         publisher.publish(jax.device_put(tree, LAYOUTS[ours]()), version)
         for theirs, layout in LAYOUTS.items():
             sharding = layout()
-            shardings = {"w": sharding, "h": sharding}
+            shardings = dict.fromkeys(tree, sharding)
             pulled = broadcast.pull(tmp_path, shardings=shardings)
             trees.assert_same(pulled.params, tree)
             assert all(leaf.sharding == sharding for leaf in pulled.params.values())
@@ -687,7 +640,7 @@ def test_any_layout_to_any_layout(tmp_path, monkeypatch, ours, rng):
             have[theirs] = pulled
         trees.assert_same(broadcast.pull(tmp_path).params, tree)
         tree = _nudge(tree, rng)
-    reused = {"w": LAYOUTS["rows of 8"](), "h": LAYOUTS["columns of 8"]()}
+    reused = {"w": LAYOUTS["rows of 8"](), "h": LAYOUTS["columns of 8"](), "e": LAYOUTS["4 x 2"]()}
     last = broadcast.pull(tmp_path)
     trees.assert_same(broadcast.pull(tmp_path, shardings=reused, base=last).params, last.params)
 
@@ -742,30 +695,6 @@ def test_a_host_fetches_only_what_its_devices_need(tmp_path, monkeypatch):
     np.testing.assert_array_equal(arrays[0], tree["w"][8:10])
     np.testing.assert_array_equal(arrays[1], tree["w"][60:64, 10:20])
     assert {path for _, path in opened.paths} == {f"tensors/w/c.{i}.0" for i in (4, 30, 31)}
-
-
-@pytest.mark.parametrize("family", test_families.FAMILIES)
-def test_every_model_family(tmp_path, family, rng):
-    """Real trees in their real layouts, random bits in them (a NaN is a bit pattern, too), published from one mesh onto another."""
-    config = test_families.FAMILIES[family]
-
-    def draw(leaf):
-        raw = rng.integers(0, 256, leaf.dtype.itemsize * int(np.prod(leaf.shape)), dtype=np.uint8)
-        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
-
-    ours, theirs = (
-        transformer.abstract(config, mesh_lib.create(axes))
-        for axes in ({"fsdp": 4, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2})
-    )
-    publisher = broadcast.Publisher(tmp_path, snapshot_every=2)
-    params = jax.tree.map(draw, ours)
-    have = None
-    for version in range(2):
-        publisher.publish(params, version)
-        have = broadcast.pull(tmp_path, shardings=theirs, base=have)
-        trees.assert_same(have.params, params)
-        assert jax.tree.map(lambda a: a.sharding, have.params) == jax.tree.map(lambda a: a.sharding, theirs)
-        params = _nudge(params, rng)
 
 
 @pytest.mark.parametrize("shard", [(1250, 8), (7, 4096), (18992, 4096), (1187, 4096), (3, 3)])
@@ -886,29 +815,6 @@ def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot
         assert len({file.stat().st_ino for file in (tmp_path / folder).glob("v*/tensors/base/w/c.*")}) <= 4  # not 3 x 2
     with pytest.raises(ValueError, match="fixed tensor 'base/w' has another shape"):
         publisher.publish(tree | {"base": {"w": np.zeros(3, np.float32)}}, 7)
-
-
-def test_through_two_relays_with_deltas(tmp_path, rng):
-    """The same calls over HTTP: `publish` writes, real relays mirror, and `pull` proves."""
-    key = ed25519.Ed25519PrivateKey.generate()
-    public = key.public_key().public_bytes_raw().hex()
-    options, params = broadcast.PublishOptions(key=key), _params(rng)
-    publisher = broadcast.Publisher(tmp_path / "pub", options, snapshot_every=3)
-    publisher.publish(params, 0)
-    with (
-        proxy.running(tmp_path / "pub") as origin,
-        proxy.running(origin.url, tmp_path / "a", trusted_key=public) as a,
-        proxy.running(a.url, tmp_path / "b", trusted_key=public) as b,
-    ):
-        have = None
-        for version in range(5):
-            if version:
-                params = _nudge(params, rng)
-                publisher.publish(params, version)
-            assert broadcast.wait_for([a.url, b.url], version, timeout_s=30, key=public) == version
-            have = broadcast.pull([a.url, b.url], version, base=have, key=public)
-            trees.assert_same(have.params, params)
-        trees.assert_same(broadcast.pull([a.url, b.url], key=public).params, params)
 
 
 def test_progress_ends_at_the_total(tmp_path, rng):

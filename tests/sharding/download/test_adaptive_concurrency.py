@@ -8,37 +8,39 @@ import pytest
 
 from sharding.download import relays
 
+NUM_READS = 12
 
-def most_at_once(few, quick_s, takes_s, num_reads=12):
-    limiter, lock, now, most = relays.AdaptiveConcurrency(few, quick_s), threading.Lock(), [0], [0]
 
-    def read(_):
+def most_at_once(quick_s, read):
+    """Runs all reads, three at a time at first; returns the largest number that ran at the same time. `read` gets their number."""
+    limiter, lock, running, most = relays.AdaptiveConcurrency(3, quick_s), threading.Lock(), [0], [0]
+
+    def run(_):
         with limiter.slot():
             with lock:
-                now[0] += 1
-                most[0] = max(most[0], now[0])
-            time.sleep(takes_s)
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            read(running[0])
             with lock:
-                now[0] -= 1
+                running[0] -= 1
 
-    begun_s = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(num_reads) as pool:
-        list(pool.map(read, range(num_reads)))
-    return most[0], time.monotonic() - begun_s
+    with concurrent.futures.ThreadPoolExecutor(NUM_READS) as pool:
+        list(pool.map(run, range(NUM_READS)))
+    return most[0]
 
 
 def test_quick_reads_are_few_at_once():
-    most, seconds = most_at_once(few=3, quick_s=60.0, takes_s=0.01)
-    assert most == 3 and 0.04 <= seconds < 5
+    assert most_at_once(600.0, lambda number: time.sleep(0.01)) == 3
 
 
 def test_slow_reads_are_joined_by_all_others():
-    most, seconds = most_at_once(few=3, quick_s=0.02, takes_s=1.0)
-    assert most == 12 and seconds < 1.8  # 12 in rounds of 3 would take 4 s
+    """None ends before all have begun."""
+    all_run = threading.Event()
+    assert most_at_once(0.02, lambda number: all_run.set() if number == NUM_READS else all_run.wait(60)) == NUM_READS
 
 
 def test_a_read_that_fails_makes_room():
-    limiter = relays.AdaptiveConcurrency(1, 60.0)
+    limiter = relays.AdaptiveConcurrency(1, 600.0)
     for _ in range(3):
         with pytest.raises(OSError), limiter.slot():
             raise OSError

@@ -244,7 +244,7 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
         if found == -signal.SIGKILL or (case, index) in (("missing", 1), ("no_first", 0)):
             continue  # the killed host, and hosts that were not started
         lines = err.splitlines()
-        assert found == code and seconds < 15, (index, found, err, seconds)
+        assert found == code and seconds < 50, (index, found, err, seconds)
         assert lines[-1].startswith("error: ") and message in lines[-1] and f"host {host}" in lines[-1], (index, err)
         assert sum(line.startswith("error: ") for line in lines) == 1 and "escaped" not in err
         assert ("Traceback" in err) == (case == "bug" and index == host), err  # a bug keeps it, on its own host

@@ -27,7 +27,7 @@ MAX_ASKED = 200  # manifests, of one liar, by a relay and a client together
 
 def bound_s(num_upstreams, num_bytes):
     """An object may take its patience at each liar once."""
-    return 5.0 + 2 * STALL_S * num_upstreams + PATIENCE_S + num_bytes / 1e6
+    return 20.0 + 2 * STALL_S * num_upstreams + PATIENCE_S + num_bytes / 1e6
 
 
 BLOCKS = [pytest.param(range(20 * i, 20 * i + 20), marks=pytest.mark.slow) for i in range(25)]

@@ -1,13 +1,14 @@
 """Every command reports a mistake in its options in one line with exit code 2; its help exits with 0. Status lines have rates."""
 
+import itertools
 import subprocess
 import sys
-import time
+import types
 
 import pytest
 
 from sharding.system import cli
-from tests.support import commands, tiny_run
+from tests.support import commands, proxy, tiny_run
 
 COMMANDS = (
     "bench.broadcast bench.cheats bench.forward bench.grpo_step bench.inference bench.inference_flips "
@@ -72,13 +73,23 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     assert line.endswith(" must be given; --help lists the flags")
 
 
-def test_lines_have_rates_and_a_wait_is_told_rarely(capsys):
-    counts = {"groups": 0}
-    with cli.status_line(lambda: (dict(counts), "a group" if counts["groups"] else ""), 0.05):
-        time.sleep(0.3)
+def test_lines_have_rates_and_a_wait_is_told_rarely(capsys, monkeypatch):
+    """On a clock that goes on by a period with each line that may be due."""
+    periods, counts, reads, lines = itertools.count(), {"groups": 0}, [], []
+    monkeypatch.setattr(cli, "time", types.SimpleNamespace(monotonic=lambda: 0.02 * next(periods)))
+
+    def read():
+        reads.append(counts["groups"])
+        return dict(counts), "a group" if counts["groups"] else ""
+
+    def shown(line):
+        lines.extend(capsys.readouterr().err.splitlines())
+        return line in lines
+
+    with cli.status_line(read, 0.02):
+        proxy.wait_until(lambda: shown("groups 0 (0.0/s)") and len(reads) > 20)
         counts["groups"] = 5000
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "groups 0 (0.0/s)" and 3 <= len(lines) <= 8
-    assert lines[-1] == "groups 5,000 (0.0/s); waiting for a group"
+        proxy.wait_until(lambda: shown("groups 5,000 (0.0/s); waiting for a group"))
+    assert lines[0] == "groups 0 (0.0/s)" and "groups 5,000 (250,000.0/s); waiting for a group" in lines
+    assert len(lines) < len(reads) / 2
     assert cli.status({"tokens": 30.0}, {"tokens": 10.0}, 2.0, "") == "tokens 30 (10.0/s)"
