@@ -114,13 +114,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
     parser.add_argument("--api_key_file", help="file with the API key of --url's server (default: $INTELLAX_API_KEY)")
     parser.add_argument("--api_key", help="the key itself, which every user of this machine can then read (ps)")
-    args = parser.parse_args(argv)
+    return cli.run(parser, argv, _chat)
+
+
+def _chat(args) -> int:
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     options |= {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
-    url = args.url
+    url, key = args.url, secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         with contextlib.ExitStack() as stack:
             if url is None:
                 kind, folder = ("weights", args.weights) if args.weights else ("model", args.model)
@@ -136,13 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             talk(http, options, args.system)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         remedy = "start a server there, or correct --url" if args.url else "its server ended; start the command again"
-        print(f"error: no reply from {url}: {error}; {remedy}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        raise ValueError(f"no reply from {url}: {error}; {remedy}") from error
     return 0
 
 

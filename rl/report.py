@@ -30,7 +30,6 @@ from rl.experiment import base_fields
 from rl.ledger import environments
 from rl.reporting import diagnostics, metrics, page, rollouts_page, timeline_trace
 from sharding import bucket
-from sharding.format import journal
 from sharding.system import atomic_file, cli
 
 MAX_RUNS = 3  # in a comparison
@@ -390,15 +389,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m rl.report", description=__doc__)
     helps = "work directory of a run; of several, their curves are compared"
     parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help=helps)
-    workdirs = parser.parse_args(argv).workdirs
-    try:
-        folders = [bucket.fetched(workdir, ("*.json", "*.jsonl", "ledger.db")) for workdir in workdirs]
-        if missing := [path for folder in folders if not (path := folder / "metrics.jsonl").exists()]:
-            raise ValueError(f"{missing[0]}: not found; give the --workdir of a run")
-        print(write(*folders) if len(folders) == 1 else compare(folders))
-    except (ValueError, journal.Unavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv, _draw)
+
+
+def _draw(args) -> int:
+    folders = [bucket.fetched(workdir, ("*.json", "*.jsonl", "ledger.db")) for workdir in args.workdirs]
+    if missing := [path for folder in folders if not (path := folder / "metrics.jsonl").exists()]:
+        raise ValueError(f"{missing[0]}: not found; give the --workdir of a run")
+    print(write(*folders) if len(folders) == 1 else compare(folders))
     return 0
 
 

@@ -1,7 +1,11 @@
-"""A completion: one sample of a request, as the engine makes it, the routes send it, and a client reads it again. Imports no jax."""
+"""A completion: one sample of a request, as the engine makes it, the routes send it, and a client reads it again. Imports no jax.
+
+`of_calls` has the fields of a rollout that follow from completions: those of one call, or of several that extend one token stream.
+"""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,3 +37,57 @@ class Completion:
     def all_versions(self) -> set[int]:
         """Returns the policy versions that computed the prompt and the tokens."""
         return {self.prompt_version, *self.versions}
+
+
+Call = tuple[int, int, Completion]  # of a token stream: columns [first, end) are the completion
+
+
+def of_calls(tokens: np.ndarray, calls: Sequence[Call]) -> dict[str, Any]:
+    """Returns the fields of a `Rollout` with these tokens, int32 [T], that follow from its calls, in order."""
+    T, before, reused, completions = len(tokens), 0, [], [one for _, _, one in calls]
+    mask_T, logprobs_T, versions_T = np.zeros(T, bool), np.zeros(T, np.float32), np.zeros(T, np.int32)
+    for number, (start, end, one) in enumerate(calls):
+        mask_T[start:end] = True
+        logprobs_T[start:end] = np.minimum(one.logprobs, 0)
+        versions_T[before:start] = one.prompt_version
+        versions_T[start:end] = one.versions
+        reused += [(number, prefix_end, version) for prefix_end, version in one.prefix_versions]
+        before = end
+    experts = _experts(calls)
+    server, signature = _server(calls, experts)
+    return {
+        "tokens": tokens,
+        "sampled_mask": mask_T,
+        "logprobs": logprobs_T,
+        "versions": versions_T,
+        "finish_reason": completions[-1].finish_reason,
+        "proofs": b"".join(one.proofs for one in completions),
+        "routed_experts": experts,
+        "epoch": completions[0].epoch,
+        "server": server,
+        "server_signature": signature,
+        "kept": b"".join(one.kept for one in completions),
+        "prefix_versions": np.array(reused, np.int32) if reused else None,
+    }
+
+
+def _experts(calls: Sequence[Call]) -> np.ndarray | None:
+    """Returns the experts of all tokens but the last, those of each token from the first call that ran it; None if calls name none."""
+    parts, size = [], 0
+    for _, end, one in calls:
+        if one.experts is None:
+            return None
+        parts.append(one.experts[size : end - 1])
+        size = end - 1
+    return np.concatenate(parts)
+
+
+def _server(calls: Sequence[Call], experts: np.ndarray | None) -> tuple[str, bytes]:
+    """Returns (the server that vouches for all calls of a stream, its signatures), or ("", b"")."""
+    is_one = len({one.server for _, _, one in calls}) == 1
+    # A server signs the experts of the whole prompt; near ties in routing may fall to others in a later call.
+    own = [(one.experts, end) for _, end, one in calls]
+    is_same = experts is None or all(one is not None and np.array_equal(one, experts[: end - 1]) for one, end in own)
+    if not (is_one and is_same):
+        return "", b""
+    return calls[0][2].server, b"".join(one.server_signature for _, _, one in calls)

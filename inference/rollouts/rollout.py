@@ -214,9 +214,9 @@ class WorkerKey:
         return cls(signed_message.load_key(path, role))
 
     @classmethod
-    def load_or_create(cls, path: str | os.PathLike) -> "WorkerKey":
+    def load_or_create(cls, path: str | os.PathLike, role: str = "worker key") -> "WorkerKey":
         """Returns the key pair in a file, which is created with a new one if it does not exist."""
-        return cls(signed_message.load_or_create_key(path, "worker key"))
+        return cls(signed_message.load_or_create_key(path, role))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the private key to a file, as `signed_message.save_key` does."""

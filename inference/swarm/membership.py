@@ -10,7 +10,7 @@ from typing import Any
 
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
-from sharding.system import cli, sign_in
+from sharding.system import cli, retries, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
@@ -53,7 +53,7 @@ class PolicyFollower:
         self._server, self._on_update, self.problem = server, on_update, ""
         self._thread: threading.Thread | None = None
         self._failed: dict[str, Any] = {}  # the policy of a failed update, which is tried again
-        self._retry_s, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._retry_s, self._pauses = 0.0, retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
 
     def follow(self, policy: dict[str, Any]) -> None:
         """Starts to load a policy {"epoch", "version", "digest"}. Does nothing if it is in use, if a load is running, or if this policy failed a moment ago."""
@@ -67,11 +67,12 @@ class PolicyFollower:
     def _load(self, policy: dict[str, Any]) -> None:
         try:
             self._server.update(policy["version"], epoch=policy["epoch"], digest=policy["digest"])
-            self.problem, self._pause_s = "", FIRST_PAUSE_S
+            self.problem = ""
+            self._pauses.reset()
         except (ValueError, OSError) as error:
             cli.note(f"weights not updated: {error}; the weights in use keep serving")
             self.problem, self._failed = f"weights not updated: {error}", policy
-            self._retry_s, self._pause_s = time.monotonic() + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+            self._retry_s = time.monotonic() + self._pauses.next_s()
         except scheduler_lib.Closed:
             return
         self._on_update()

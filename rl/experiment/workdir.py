@@ -200,15 +200,13 @@ def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None, *, any_step:
         if head := newest.metadata.get("ledger"):
             anchors[str(file)] = head
         break
-    if not key_file.exists():
-        if (workdir / "ledger.db").exists():
-            raise ValueError(f"{key_file} does not exist, but the ledger does; put the key back from a backup")
-        rollout_lib.WorkerKey.generate().save(key_file)
+    if not key_file.exists() and (workdir / "ledger.db").exists():
+        raise ValueError(f"{key_file} does not exist, but the ledger does; put the key back from a backup")
+    key = rollout_lib.WorkerKey.load_or_create(key_file, "the ledger's key")
     if (workdir / "ledger.db").exists() and not (workdir / "secret.key").exists():
         text = f"notice: {workdir / 'secret.key'} was lost, and is made again: from now on, other groups are replayed"
         print(text, file=sys.stderr, flush=True)
     atomic_file.secret_key(workdir / "secret.key")  # before the ledger, which shows that it existed
-    key = rollout_lib.WorkerKey.load(key_file, "the ledger's key")
     return run_ledger.RunLedger(workdir / "ledger.db", key, run, anchors=anchors, any_step=any_step)
 
 

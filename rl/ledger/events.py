@@ -5,7 +5,6 @@ The canonical bytes are sorted ASCII JSON without spaces. Other bytes are refuse
 
 import dataclasses
 import json
-import re
 import reprlib
 import secrets
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pydantic
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import task_ranges
+from sharding.system import text as text_lib
 
 MAX_EVENT_BYTES = 2**16
 MAX_AMOUNT = 2**53  # exact in JSON readers whose numbers are doubles
@@ -92,7 +92,7 @@ def signature_error(event: Event, *, is_own: bool = False) -> str | None:
     if len(body) > MAX_EVENT_BYTES:
         return f"fields: the event has {len(body)} bytes; at most {MAX_EVENT_BYTES} are allowed"
     message = b"intellax/event/1" + body
-    is_signed = is_own or _is_hex(event.author, 64) and rollout_lib.signed(event.author, event.signature, message)
+    is_signed = is_own or text_lib.is_hex(event.author) and rollout_lib.signed(event.author, event.signature, message)
     return None if is_signed else "signature: it is not the author's signature of this event"
 
 
@@ -101,9 +101,9 @@ def form_error(event: Event) -> str | None:
     if not isinstance(event.kind, str) or event.kind not in _FIELDS:
         return f"kind: must be one of {', '.join(_FIELDS)}"
     for name in ("node", "author"):
-        if not _is_hex(getattr(event, name), 64):
+        if not text_lib.is_hex(getattr(event, name)):
             return f"{name}: must be a public key as 64 lower-case hex digits"
-    if not _is_hex(event.nonce, 32):
+    if not text_lib.is_hex(event.nonce, 32):
         return "nonce: must be 32 lower-case hex digits"
     try:
         _FIELDS[event.kind].model_validate(event.fields)
@@ -117,10 +117,6 @@ def form_error(event: Event) -> str | None:
 def printable(text: str) -> str:
     """Returns `text` as the reason of an event: 1 to 1024 printable characters."""
     return "".join(c if c.isprintable() else "?" for c in text)[:1024] or "no reason"
-
-
-def _is_hex(value, digits: int) -> bool:
-    return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
 
 
 def _printable(text: str) -> str:
@@ -153,7 +149,7 @@ _Count = Annotated[int, pydantic.Field(ge=0, le=MAX_AMOUNT)]
 _Pinned = Annotated[int, pydantic.Field(ge=-1, le=MAX_AMOUNT)]  # -1: not pinned
 _Rate = Annotated[float, pydantic.Field(gt=0, le=1)]
 _Hex16 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{16}$")]
-_Hex64 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{64}$")]  # a SHA-256, or a public key
+_Hex64 = Annotated[str, pydantic.Field(pattern=text_lib.HEX_64)]  # a SHA-256, or a public key
 _Hex128 = Annotated[str, pydantic.Field(pattern="^[0-9a-f]{128}$")]
 _Keys = Annotated[list[_Hex64], pydantic.Field(min_length=1, max_length=256)]
 _Text = Annotated[str, _at_most(4096)]

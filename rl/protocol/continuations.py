@@ -76,28 +76,18 @@ async def sample(
     episodes = {root.sample: [root] for root in roots}
     for (root, s, draw), found, own in zip(wanted, samples, scores, strict=True):
         P, episode = root.prompt_length + s, episodes[root.sample]
-        episode.append(
-            dataclasses.replace(
-                root,
-                tokens=np.array([*root.tokens[:P], *found.tokens], np.int32),
-                sampled_mask=np.arange(P + len(found.tokens)) >= P,
-                logprobs=np.array([0.0] * P + [min(x, 0.0) for x in found.logprobs], np.float32),
-                versions=np.array([found.prompt_version] * P + found.versions, np.int32),
-                seed=noise_seed.stream_seed(group_seed, root.sample, 1, root.tokens[:P], draw),
-                reward=own["reward"],
-                rewards=dict(own),
-                finish_reason=found.finish_reason,
-                proofs=found.proofs,
-                routed_experts=found.experts,
-                epoch=found.epoch,
-                server=found.server,
-                server_signature=found.server_signature,
-                branch=len(episode),
-                call_limits=np.array([sampling["max_tokens"] - s], np.int32),
-                draw=draw,
-                trains=False,
-                kept=found.kept,
-            )
+        tokens = np.array([*root.tokens[:P], *found.tokens], np.int32)
+        branch = dataclasses.replace(
+            root,
+            **completion_lib.of_calls(tokens, [(P, len(tokens), found)]),
+            seed=noise_seed.stream_seed(group_seed, root.sample, 1, root.tokens[:P], draw),
+            reward=own["reward"],
+            rewards=dict(own),
+            branch=len(episode),
+            call_limits=np.array([sampling["max_tokens"] - s], np.int32),
+            draw=draw,
+            trains=False,
         )
+        episode.append(branch)
     numbered = (dataclasses.replace(one, num_branches=len(episode)) for episode in episodes.values() for one in episode)
     return list(numbered)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
+from rl.protocol import timeline
 from sharding.system import signed_message
 from sharding.system import text as text_lib
 
@@ -93,10 +94,7 @@ class SignedVerdict:
     def read(cls, body: Any) -> "SignedVerdict":
         """Returns the verdict in a JSON object (`dataclasses.asdict` writes it). Raises ValueError for any other value, or an unsigned one."""
         types = {field.name: field.type for field in dataclasses.fields(cls)}
-        if not isinstance(body, dict) or body.keys() != types.keys():
-            raise ValueError(
-                f"verdict is {str(body)[:80]!r}; send an object with exactly the fields of a signed verdict"
-            )
+        timeline.check_fields(body, cls, "verdict")
         for name, kind in types.items():
             if type(body[name]) is not kind:
                 raise ValueError(f"verdict has {name} = {body[name]!r:.80}; send a {kind}")

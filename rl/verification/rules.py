@@ -72,7 +72,6 @@ class Rules:
     kept: int = 0  # training rollouts must name the tokens that filters kept, up to so many each; 0: no filters
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
-    min_stop_probability: float = 0.0
     held_out: Callable[[int], GroupsByNumber] | None = None  # version -> the groups of its evaluation
     prompt: Callable[[lease.Lease], Sequence[int]] | None = None  # the environment's prompt; None: not checked
     score: Callable[[lease.Lease, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked

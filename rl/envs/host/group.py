@@ -154,14 +154,13 @@ def make_rollouts(
     run: Run, group: lease.Lease, task: environment.Task, prompt: list[int], samples: list[completion_lib.Completion]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
-    P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
+    texts = [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
     scored = run.scorer.score(task, texts) if run.scorer else [scorer_lib.Scored({"reward": 0.0}, 0.0)] * len(texts)
-    return [
-        rollout_lib.Rollout(
-            tokens=np.array([*prompt, *sample.tokens], np.int32),
-            sampled_mask=np.array([False] * P + [True] * len(sample.tokens)),
-            logprobs=np.array([0.0] * P + [min(x, 0.0) for x in sample.logprobs], np.float32),
-            versions=np.array([sample.prompt_version] * P + sample.versions, np.int32),
+    made = []
+    for index, (sample, one) in enumerate(zip(samples, scored, strict=True)):
+        tokens = np.array([*prompt, *sample.tokens], np.int32)
+        rollout = rollout_lib.Rollout(
+            **completion_lib.of_calls(tokens, [(len(prompt), len(tokens), sample)]),
             temperature=group.temperature,
             seed=(group.seed + index) % 2**32,
             task=_task(run, group),
@@ -169,18 +168,11 @@ def make_rollouts(
             step=group.step,
             reward=one.scores["reward"],
             rewards=one.scores,
-            finish_reason=sample.finish_reason,
-            proofs=sample.proofs,
             worker="",
             signature=b"",
-            routed_experts=sample.experts,
-            epoch=sample.epoch,
-            server=sample.server,
-            server_signature=sample.server_signature,
-            kept=sample.kept,
         )
-        for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
-    ]
+        made.append(rollout)
+    return made
 
 
 async def _play(

@@ -5,8 +5,7 @@ import types
 
 import yaml
 
-from rl.swarm import supervisor
-from rl.swarm import table as table_lib
+from rl.swarm import session, supervisor
 from tests import test_monitoring
 
 
@@ -34,7 +33,7 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
         return reply
 
     keys = {"server0": "s", "server1": "t", "worker0": "w"}
-    table = table_lib.Table(nodes, keys, ask, tmp_path)
+    table = session.Table(nodes, keys, ask, tmp_path)
     states = lambda now_s: [row["state"] for row in table.rows(now_s)]  # noqa: E731
     assert states(101.0) == ["running", "starting", "starting", "starting", "waiting"]
     assert table.waiting_for == "the orchestrator is starting"
