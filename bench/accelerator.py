@@ -27,12 +27,12 @@ from ml_collections import config_dict
 
 from inference.engine import decode_state, engine, request, weights
 from models import lora, transformer
-from rl.batch import packing
 from rl.experiment import command, experiment, initial
 from rl.experiment import flags as command_line
-from rl.learner import train_step
-from rl.plan import lowered_programs, roofline, sizes
-from sharding import mesh as mesh_lib
+from rl.experiment.plan import lowered_programs, roofline, sizes
+from rl.learning.batch import packing
+from rl.learning.learner import train_step
+from sharding.mesh import mesh as mesh_lib
 
 PROGRAMS = ("train", "swap", "prefill", "decode")
 

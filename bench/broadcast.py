@@ -35,9 +35,9 @@ import ml_dtypes
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import broadcast
-from sharding.format import delta, digests
 from sharding.system import cli
+from sharding.weights import broadcast
+from sharding.weights.format import delta, digests
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))

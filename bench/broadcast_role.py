@@ -10,8 +10,8 @@ import sys
 import time
 
 from bench import broadcast as bench
-from sharding import broadcast
-from sharding.download import source as source_lib
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ from models import transformer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import initial
 from rl.protocol import lease, task_schedule
-from rl.validator import calibrate
-from rl.verification import checks, replay, sequential_test, verifier
-from rl.verification import rules as rules_lib
-from sharding import mesh as mesh_lib
+from rl.trust.validator import calibrate
+from rl.trust.verification import checks, replay, sequential_test, verifier
+from rl.trust.verification import rules as rules_lib
+from sharding.mesh import mesh as mesh_lib
 from sharding.system import atomic_file
 from tests.support import proofs as proofs_lib
 
@@ -241,6 +241,6 @@ def until(groups: Iterable[Judged], test: sequential_test.SequentialTest) -> tup
 
 
 def add(test: sequential_test.SequentialTest, group: Judged) -> None:
-    """Adds a group to a worker's test, as rl/verification/evidence_log.py does."""
+    """Adds a group to a worker's test, as rl/trust/verification/evidence_log.py does."""
     test.add_claims(group.claims_K, len(group.refused))
     test.add_gains(group.gains, len(group.refused))

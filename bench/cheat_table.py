@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench import cheat_lab, pretrained_cheats
-from rl.verification import measurement, replay, sequential_test
-from rl.verification import rules as rules_lib
+from rl.trust.verification import measurement, replay, sequential_test
+from rl.trust.verification import rules as rules_lib
 
 MEASURED = 128  # rollouts of a kind
 HONEST_BEFORE = 512  # rollouts

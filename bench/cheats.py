@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 
 from bench import cheat_table
-from rl.verification import sequential_test
+from rl.trust.verification import sequential_test
 from sharding.system import cli
 from tests.support import cheats, doubles
 

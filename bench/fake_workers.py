@@ -21,8 +21,8 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import envs
 from rl.experiment import experiment as experiment_lib
-from rl.orchestrator import routes
 from rl.protocol import lease
+from rl.swarm.orchestrator import routes
 
 POLL_S, MAX_POLL_S = 50.0, 490.0  # as rl/worker.py
 REPORT_S = 2.0

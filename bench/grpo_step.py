@@ -76,10 +76,10 @@ def run(skewed: bool, args) -> dict:
     from inference.engine import engine
     from inference.scheduler import scheduler
     from models.text import tokenizer
-    from rl.algorithms import advantages
-    from rl.batch import packing
-    from rl.learner import objective, optimizers, train_step
-    from sharding import mesh as mesh_lib
+    from rl.learning.algorithms import advantages
+    from rl.learning.batch import packing
+    from rl.learning.learner import objective, optimizers, train_step
+    from sharding.mesh import mesh as mesh_lib
     from tests.support import shapes
 
     model = shapes.model("4m")

@@ -42,9 +42,9 @@ from inference.scheduler import scheduler as scheduler_lib
 from models import config as config_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import broadcast
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from sharding.system import cli
+from sharding.weights import broadcast
 from tests.support import shapes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

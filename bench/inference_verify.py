@@ -24,8 +24,8 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from rl.verification import checks, verifier
-from rl.verification import rules as rules_lib
+from rl.trust.verification import checks, verifier
+from rl.trust.verification import rules as rules_lib
 from sharding.system import cli
 from tests.support import bare_rules, shapes, tiny
 

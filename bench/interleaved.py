@@ -15,7 +15,7 @@ import statistics
 import sys
 
 from bench import lag
-from rl.reporting import metrics
+from rl.experiment.reporting import metrics
 from sharding.system import cli
 
 NEAR = 12

@@ -7,7 +7,7 @@
 2. The spread of a lag is the largest difference between its seeds. "within" compares its mean with that of lag 0: it differs by no more
    than the larger spread of the two.
 3. The time of a step is the mean without the first, which compiles; the parts of it in which learner, workers, and validators were busy
-   are those of the run's trace (rl/reporting/timeline_trace.py), "both" those in which the workers generated while the learner trained.
+   are those of the run's trace (rl/experiment/reporting/timeline_trace.py), "both" those in which the workers generated while the learner trained.
 
 Acceptance: "within" at each lag, and at lag 1 at most 0.8 of the time at lag 0 on two cores, or shares that show why not.
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from rl.reporting import metrics, timeline_trace
+from rl.experiment.reporting import metrics, timeline_trace
 from sharding.system import cli
 
 

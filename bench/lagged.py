@@ -26,13 +26,13 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from rl import envs, sft
-from rl.batch import packing
 from rl.envs.host import group as group_lib
 from rl.experiment import experiment as experiment_lib
-from rl.learner import objective, train_step
+from rl.experiment.reporting import metrics
+from rl.learning.batch import packing
+from rl.learning.learner import objective, train_step
 from rl.protocol import task_schedule
-from rl.reporting import metrics
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from sharding.system import cli
 
 WAIT_S = 600

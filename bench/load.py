@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import hf, transformer
-from sharding import rules
+from sharding.mesh import rules
 from sharding.system import cli
 from tests.support import tiny
 

@@ -29,11 +29,11 @@ from bench import fake_workers
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.ledger import run_ledger
-from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import timeline
-from rl.verification import checks, evidence_log, verifier
+from rl.protocol.ledger import run_ledger
+from rl.swarm.orchestrator import orchestrator as orchestrator_lib
+from rl.swarm.orchestrator.verdicts import verdict_collector
+from rl.trust.verification import checks, evidence_log, verifier
 
 LINE_S = 10.0
 FILE_GROUPS = 8  # in a submission of a busy worker

@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 import httpx
 
 from bench import lag
-from rl.reporting import metrics, monitors
-from sharding.logs import run_logs
+from rl.experiment.reporting import metrics, monitors
 from sharding.system import cli
+from sharding.system.logs import run_logs
 
 PERIODS_S = {"metrics": 10.0, "run": 5.0}
 FIRST = 5  # step of the first window: the steps before it wait for the compiler and the first evaluation

@@ -8,9 +8,9 @@ They are packed as trees with shared prompts, next to one sequence for each bran
 import asyncio
 
 from inference.rollouts import rollout as rollout_lib
-from rl.batch import credit
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
+from rl.learning.batch import credit
 from tests.support import episodes
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from bench import cheat_lab
 from inference.engine import cpu_decode_attention, sampler
 from models import layers, transformer
-from rl.verification import replay
+from rl.trust.verification import replay
 
 Lab = cheat_lab.Lab
 

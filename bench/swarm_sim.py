@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from rl.orchestrator import work_share, worker_health
-from rl.orchestrator.groups import batches as batches_lib
-from rl.orchestrator.groups import group_queue, queue_entry
-from rl.orchestrator.groups.queue_entry import State
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry
+from rl.swarm.orchestrator import work_share, worker_health
+from rl.swarm.orchestrator.groups import batches as batches_lib
+from rl.swarm.orchestrator.groups import group_queue, queue_entry
+from rl.swarm.orchestrator.groups.queue_entry import State
 from sharding.system import cli
 
 MASK = np.ones(1, bool)

@@ -21,9 +21,9 @@ import numpy as np
 
 from configs import environments
 from rl import envs, generate
-from rl.algorithms import losses
-from rl.data import sources
 from rl.envs.interface import episode
+from rl.learning.algorithms import losses
+from rl.learning.data import sources
 
 STRATEGIES = (lambda text: text[::-1], str, lambda text: "".join(sorted(text)), lambda text: text[:-1])
 

@@ -3,7 +3,7 @@
     python -m bench.where_time_goes runs/quickstart
 
 1. The parts are means over the steps without the first, which compiles; "other" is the rest of a step.
-2. Busy, idle, and overlap are parts of the learner's time, as in the report and in trace.json (rl/reporting/timeline_trace.py).
+2. Busy, idle, and overlap are parts of the learner's time, as in the report and in trace.json (rl/experiment/reporting/timeline_trace.py).
 3. The load and the utilization are means of the metrics machine/*, where the run has them.
 """
 
@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 
-from rl.reporting import metrics, timeline_trace
+from rl.experiment.reporting import metrics, timeline_trace
 from sharding.system import cli
 
 MACHINE = ("mfu", "device_memory_peak_bytes", "servers_running", "servers_waiting", "servers_kv_used")

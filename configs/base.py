@@ -23,7 +23,7 @@ def get_config() -> config_dict.ConfigDict:
     m.update(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True)
     m.update(num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
     # param_dtype is of the base of adapters, and of an exported checkpoint: parameters that train are float32. dtype: "bfloat16" on
-    # accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
+    # accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/experiment/plan/sizes.py)
     m.update(param_dtype="float32", dtype="float32")
     # Recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "attention" (all but it), "offload"; "auto": chosen
     m.remat = "none"
@@ -103,13 +103,13 @@ def get_config() -> config_dict.ConfigDict:
     r.num_steps = 100
     r.prompts_per_step = 32  # P: groups in a batch; 0: as many as make 256 rollouts, 64 on a CPU
     r.samples_per_prompt = 8  # G: rollouts in a group
-    r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES, or your own "module:function"
+    r.loss = "two_sided_clip"  # a name of rl.learning.algorithms.losses.LOSSES, or your own "module:function"
     r.loss_function = config_dict.placeholder(object)  # a config file's own function; rl.loss then names its options
-    # A name of rl.algorithms.advantages.ADVANTAGES, or your own "module:function" of [G] rewards.
+    # A name of rl.learning.algorithms.advantages.ADVANTAGES, or your own "module:function" of [G] rewards.
     r.advantage = "group_mean"
     r.metrics = ()  # your own "module:function", each (groups of rollouts) -> {name: number}, for metrics own/NAME
     r.digest = ""  # derived: hashes of the code of your own advantage and metrics
-    r.normalize = "none"  # advantages over the whole batch: a name of rl.algorithms.advantages.NORMALIZERS
+    r.normalize = "none"  # advantages over the whole batch: a name of rl.learning.algorithms.advantages.NORMALIZERS
     # The units of equal weight in the loss: tokens of groups with a signal, "batch" (of all groups), "samples", or "prompts"
     r.average = "tokens"
     # "turn": the rewards turn_1, turn_2, ... of an environment each count for their turn and those before it; "episode": for all turns
@@ -145,7 +145,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # With rl.credit = "vine" workers continue samples from the most uncertain of the states after each `step_tokens` tokens, up to
     # `max_states` of a sample, and until that is expected to cost `token_ratio` times the tokens of the group. It may cost more, such as 2.1
-    # times at a ratio of 2.0 (rl/algorithms/vine.py).
+    # times at a ratio of 2.0 (rl/learning/algorithms/vine.py).
     c.vine = config_dict.ConfigDict(dict(num_continuations=3, step_tokens=32, max_states=4, token_ratio=2.0))
 
     # Options of the losses, each used by the loss of its name.
@@ -173,7 +173,7 @@ def get_config() -> config_dict.ConfigDict:
     c.loss_options.decoupled_ppo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
     c.loss_options.cross_entropy = config_dict.ConfigDict()
 
-    # Terms of the objective in addition to the policy loss (rl/learner/objective.py).
+    # Terms of the objective in addition to the policy loss (rl/learning/learner/objective.py).
     c.objective = b = config_dict.ConfigDict()
     b.old_logprobs = "sampler"  # ratios against the sampler; "learner": against the parameters before the batch
     b.optimizer_steps = 1  # per batch, each on another part of it
@@ -194,7 +194,7 @@ def get_config() -> config_dict.ConfigDict:
     # (`init_from`). `targets`: ends of parameter names; q, k and v stand for all projections of latent attention that make them.
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 
-    # The layout of a batch. 0: chosen for the memory of the devices, and printed (rl/plan/sizes.py).
+    # The layout of a batch. 0: chosen for the memory of the devices, and printed (rl/experiment/plan/sizes.py).
     c.train = t = config_dict.ConfigDict()
     t.row_length = 256  # tokens per packed row; 0: those of the longest rollout
     t.rows = 8  # rows of a micro-batch; gradients accumulate over as many as the batch needs
@@ -205,7 +205,7 @@ def get_config() -> config_dict.ConfigDict:
     o.learning_rate = 3e-4  # of RL; the warm-up has its own
     o.update(warmup_steps=10, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     o.clip_norm = 1.0  # 0: off
-    o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learner/optimizers.py)
+    o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learning/learner/optimizers.py)
     o.momentum = 0.95  # of muon and sgd
     o.schedule = "constant"  # after the warm-up; or "linear", "cosine" down to final_rate
     o.total_steps = 0  # optimizer steps after which a falling rate is at its end; 0: those of the run
@@ -235,7 +235,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # Checks of rollouts beyond their format.
     c.trust = tr = config_dict.ConfigDict()
-    # A worker's groups are replayed at a rate that starts at 1 and falls with its record (rl/orchestrator/worker_health.py).
+    # A worker's groups are replayed at a rate that starts at 1 and falls with its record (rl/swarm/orchestrator/worker_health.py).
     tr.min_rate = 0.05  # the lowest rate
     tr.invited_rate = 0.125  # the first rate of the keys in topology.workers and of local workers
     # "http://HOST:PORT#KEY" of each `python -m rl.validator serve` that replays for this run; (): this process does.
@@ -260,7 +260,7 @@ def get_config() -> config_dict.ConfigDict:
     # or "recorded": then no validator repeats its episodes, and their prompts and rewards are not verified.
     tr.environments = "replayed"
     tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
-    # "auto": limits that the run measures on its own first rollouts (WORKDIR/bands.json, rl/verification/run_bands.py); or a JSON file
+    # "auto": limits that the run measures on its own first rollouts (WORKDIR/bands.json, rl/trust/verification/run_bands.py); or a JSON file
     # of `python -m rl.validator calibrate`; "": the limits above, and no sequential tests of replays.
     tr.bands = "auto"
 
@@ -279,11 +279,11 @@ def get_config() -> config_dict.ConfigDict:
     # Checkpoints, of which `keep` stay: every so many steps, and at the first end of a step so long after the last (0: by steps alone).
     c.checkpoint = config_dict.ConfigDict(dict(every=20, every_minutes=0.0, keep=3))
 
-    # Trajectories that were trained on (rl/retention/redaction.py): "drop" or "encrypt" those of steps that are `keep_steps` before the newest
+    # Trajectories that were trained on (rl/experiment/redaction.py): "drop" or "encrypt" those of steps that are `keep_steps` before the newest
     # checkpoint; their hashes stay. recipient: a public key of `python -m rl.retention key`.
     c.retention = config_dict.ConfigDict(dict(mode="keep", keep_steps=100, recipient=""))
 
-    # Publishing of weights (sharding/broadcast/publish.py), signed with the key <workdir>/weights.key.
+    # Publishing of weights (sharding/weights/broadcast/publish.py), signed with the key <workdir>/weights.key.
     c.broadcast = b = config_dict.ConfigDict()
     b.snapshot_every = 1  # versions; only deltas between two snapshots (8 is good for relays)
     b.dtype = ""  # in which weights are published and served: wider floats are cast to it; "": model.dtype
@@ -301,7 +301,7 @@ def get_config() -> config_dict.ConfigDict:
     # Mesh axes of one inference server.
     n.server_mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, context=1, tensor=-1))
 
-    # Processes and addresses. With several hosts, the same command runs on each (sharding/multihost/hosts.py). "colocated": each
+    # Processes and addresses. With several hosts, the same command runs on each (sharding/system/multihost/hosts.py). "colocated": each
     # host has an inference server in the learner's process, and workers as child processes. "local": the server is a child process,
     # too, which an accelerator does not allow. "auto": "colocated" on an accelerator, else "local". "remote": servers and workers
     # run elsewhere (python -m inference.serve, python -m rl.worker) and use the addresses below.

@@ -5,7 +5,7 @@
 `init_from` is a folder or a hub ID. It brings architecture, tokenizer, chat template and stop tokens; `model.*` is only for fields
 that shall differ. It may be the working directory of another run, too. Adapters train (`lora.rank`), also in supervised fine-tuning
 (`python -m rl.sft`, or `warmup.num_steps` before RL); 0 trains all parameters, in float32. The sizes that are 0 here are chosen for
-the devices and their memory, and printed (rl/plan/sizes.py). The first score is the checkpoint's own.
+the devices and their memory, and printed (rl/experiment/plan/sizes.py). The first score is the checkpoint's own.
 
 Hardware: `python -m rl.plan --config=configs/finetune.py --config.init_from=FOLDER --topology=v5e:1x1` compiles learner and engine
 for one TPU chip, and prints sizes and memory (docs/performance.md).

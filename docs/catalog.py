@@ -19,7 +19,7 @@ LINES = {
     "loss/mismatch_kl": "KL of the policy that the ratios are taken against, from the trained one; k3 estimator",
     "loss/mismatch_kl_dropped": "the part of it in tokens without a gradient",
     "loss/mismatch_kl_mixed": "the part of it in tokens that read keys of other versions than their own",
-    "loss/mismatch_kl_per_*": "its mean over one kind of tokens (rl/reporting/diagnostics.py)",
+    "loss/mismatch_kl_per_*": "its mean over one kind of tokens (rl/experiment/reporting/diagnostics.py)",
     "loss/mixed_frac": "fraction of tokens that read keys of other versions than their own",
     "loss/sampler_kl": "KL of the sampler from the learner, where loss/mismatch_kl is of the batch's own updates",
     "loss/ratio_mean": "mean importance ratio; 1 in expectation",

@@ -57,12 +57,13 @@ from inference.server import (
 from inference.swarm import membership
 from models import hub
 from models.kernels import cpu_dtype
-from sharding import broadcast, bucket, host_memory, programs
-from sharding import mesh as mesh_lib
-from sharding.format import head
-from sharding.multihost import failure
-from sharding.multihost import hosts as hosts_lib
+from sharding.mesh import host_memory, programs
+from sharding.mesh import mesh as mesh_lib
 from sharding.system import atomic_file, cli, secret_file, sockets
+from sharding.system.multihost import failure
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast, bucket
+from sharding.weights.format import head
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -347,7 +348,7 @@ def _joined(args: argparse.Namespace) -> contextlib.AbstractContextManager[hosts
 
 
 def _explain(error: BaseException) -> tuple[str, int, int]:
-    """Returns (message, exit code, priority) of an error of one host, which ends all (sharding/multihost/failure.py)."""
+    """Returns (message, exit code, priority) of an error of one host, which ends all (sharding/system/multihost/failure.py)."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130, failure.INTERRUPTED
     if isinstance(error, (ValueError, OSError)):

@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from models.kernels import attention_tiles, cpu_attention, gpu_attention, splash_attention
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 
 BLOCK = 512  # queries whose scores exist at one time
 

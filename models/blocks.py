@@ -18,7 +18,7 @@ from jax.nn import initializers
 from models import config as config_lib
 from models import layers, moe
 from models.kernels import adapted
-from sharding import rules
+from sharding.mesh import rules
 
 Params = dict
 LATENT_NORM_EPS = 1e-6  # DeepSeek's two latent norms do not use the config's

@@ -12,7 +12,7 @@ import numpy as np
 from models import config as config_lib
 from models import transformer
 from models.kernels import splash_attention
-from sharding import rules
+from sharding.mesh import rules
 
 
 @dataclasses.dataclass(frozen=True)

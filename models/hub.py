@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.format import gguf_header
 from sharding.system import files as files_lib
+from sharding.weights.format import gguf_header
 
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja")
 _COMMITS: dict[str, str] = {}  # {id: commit} of this process's downloads
@@ -100,7 +100,7 @@ def _from_bucket(url: str, files: tuple[str, ...]) -> pathlib.Path:
     if child.returncode:
         ended = f"the download of {url} ended with code {child.returncode} ({last or 'no output'}); try again"
         raise ValueError(last.removeprefix("error: ") if last.startswith("error: ") else ended)
-    # A copy of a run's files belongs to the process that has this lock (sharding/bucket/mirror.py): to this one until its end.
+    # A copy of a run's files belongs to the process that has this lock (sharding/weights/bucket/mirror.py): to this one until its end.
     if (reader := found.parent / ".reader").exists():
         try:
             files_lib.lock(reader, wait=False)

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import config as config_lib
 from models.kernels import adapted, cpu_transposed, int8
-from sharding import fsdp, rules
-from sharding import mesh as mesh_lib
+from sharding.mesh import fsdp, rules
+from sharding.mesh import mesh as mesh_lib
 
 SAVED = "projection"  # the name of matmul results, which rematerialization "dots" keeps
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
@@ -96,7 +96,7 @@ _product.defvjp(lambda x, kernel, *how: (_product(x, kernel, *how), (x, kernel))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _gathered_product(x, kernel, lead: int, dtype, model: int):
-    """Returns `_product`, with the kernel gathered, and its gradient summed, by the steps of sharding/fsdp.py."""
+    """Returns `_product`, with the kernel gathered, and its gradient summed, by the steps of sharding/mesh/fsdp.py."""
     return _product(x, fsdp.whole(kernel.astype(x.dtype), model), lead, dtype)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from models import config as config_lib
 from models import transformer
-from sharding import fsdp, rules
+from sharding.mesh import fsdp, rules
 
 MASKED = -1e30  # finite: exp gives 0, and 0 times it is 0, where -inf would give NaN
 CHUNK_LOGITS = 2**23  # logits that exist at a time: 32 MiB in float32

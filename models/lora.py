@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from models.kernels import adapted
-from sharding import rules
+from sharding.mesh import rules
 
 MANTISSA_BITS = 11  # of adapters in use, of the 23 of float32: a relative error of at most 2^-12
 BASE = "base"  # the name of the part of a published policy that no version changes

@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec
 from models import config as config_lib
 from models import layers
 from models.kernels import adapted, gpu_grouped_matmul, int8
-from sharding import fsdp, rules
-from sharding import mesh as mesh_lib
+from sharding.mesh import fsdp, rules
+from sharding.mesh import mesh as mesh_lib
 
 # Logical dims of the parameters that `shard_map` splits; models/blocks.py defines their shapes.
 AXES = {

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models import attention, blocks, layers, moe, moe_experts
 from models import config as config_lib
 from models.kernels import attention_tiles, cpu_transposed, int8
-from sharding import fsdp, rules
+from sharding.mesh import fsdp, rules
 
 Params = dict
 

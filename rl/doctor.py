@@ -35,12 +35,12 @@ from absl import flags
 from models import flops, hub
 from rl.experiment import command, experiment, initial
 from rl.experiment import flags as command_line
-from rl.plan import sizes
-from rl.reporting import monitors
-from sharding import host_memory
-from sharding.bucket import storage
-from sharding.format import journal
+from rl.experiment.plan import sizes
+from rl.experiment.reporting import monitors
+from sharding.mesh import host_memory
 from sharding.system import bounded_reply, child_process, sandbox, sockets
+from sharding.weights.bucket import storage
+from sharding.weights.format import journal
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 PYTHONS = ((3, 11), (3, 14))
@@ -48,7 +48,7 @@ MIN_FILES, MIN_MEMORY_BYTES, MAX_SKEW_S, TIMEOUT_S, PROBE_S = 4096, 4 * 2**30, 5
 MAX_BYTES = 2**20  # of the health of a process elsewhere
 DEVICES = """
 import json
-from sharding import mesh
+from sharding.mesh import mesh
 found = mesh.devices()
 print(json.dumps([found[0].platform, found[0].device_kind, len(found)]))
 """

@@ -45,22 +45,23 @@ from absl import flags
 
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
-from rl import report, rollout_system, sft
+from rl import sft
 from rl.evaluation import commands
 from rl.evaluation import samples as samples_lib
 from rl.evaluation import scores as scores_lib
-from rl.experiment import command, experiment, initial
+from rl.experiment import command, experiment, initial, layout, report
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
-from rl.learner import train_step
-from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.remote import client
-from rl.plan import sizes
+from rl.experiment.plan import sizes
+from rl.experiment.reporting import metrics
+from rl.learning.learner import train_step
 from rl.protocol import env_mix, task_schedule, timeline
-from rl.reporting import metrics
-from rl.topology import colocated_server, layout
-from sharding import broadcast, bucket, checkpoint, rules
+from rl.swarm import colocated_server, rollout_system
+from rl.swarm.orchestrator import orchestrator as orchestrator_lib
+from rl.swarm.orchestrator.remote import client
+from sharding.mesh import checkpoint, rules
 from sharding.system import atomic_file
+from sharding.weights import broadcast, bucket
 
 NUM_SAMPLES_SHOWN = 12
 
@@ -148,16 +149,6 @@ def saved_score(workdir: pathlib.Path, step: int) -> float | None:
     """Returns the mean held-out reward of `step` in evaluations.json; None if a run ended between its checkpoint and its evaluation."""
     entries = atomic_file.read_json(workdir / "evaluations.json", list)
     return next((_mean_reward(entry["scores"]) for entry in entries if entry["step"] == step), None)
-
-
-def summary(workdir: pathlib.Path) -> list[str]:
-    """Returns one line of text per held-out score of a run: its value at the first and the last evaluation; none if all were given up."""
-    entries = atomic_file.read_json(workdir / "evaluations.json", list)
-    if not entries:
-        return []
-    names = [name for name in entries[-1]["scores"] if name != "num_tasks" and name in entries[0]["scores"]]
-    shown = lambda entry, name: f"{entry['scores'][name]:.3f} (version {entry['step']})"  # noqa: E731
-    return [f"held-out {name}: {shown(entries[0], name)} -> {shown(entries[-1], name)}" for name in names]
 
 
 def _mean_reward(result: dict[str, float]) -> float:

@@ -29,9 +29,10 @@ from models.hf import adapter_file
 from models.text import tokenizer_files
 from rl import evaluate
 from rl.experiment import command, experiment, initial
-from rl.reporting import metrics
-from sharding import bucket, rules
+from rl.experiment.reporting import metrics
+from sharding.mesh import rules
 from sharding.system import atomic_file, cli
+from sharding.weights import bucket
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -49,9 +49,9 @@ from rl.evaluation import samples as samples_lib
 from rl.evaluation import sampling as sampling_lib
 from rl.experiment import command, experiment
 from rl.experiment import workdir as run_directory
-from rl.plan import sizes
+from rl.experiment.plan import sizes
+from rl.experiment.reporting import metrics
 from rl.protocol import env_mix, lease, task_schedule
-from rl.reporting import metrics
 from sharding.system import atomic_file, bounded_reply, sockets
 
 HEALTH_S = 30.0

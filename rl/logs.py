@@ -7,9 +7,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from sharding import bucket
-from sharding.logs import run_logs
 from sharding.system import cli
+from sharding.system.logs import run_logs
+from sharding.weights import bucket
 
 PERIOD_S = 0.3
 

@@ -4,7 +4,7 @@
 2. `_restored`: the train state, of the newest checkpoint or after the warm-up (rl/sft.py). While the warm-up takes steps, the processes
    of the rollout system start, and the train step compiles.
 3. `_published`: the policy of that state, with its name in the ledger.
-4. `_serving`: the rollout system (rl/rollout_system.py) on the first host; the inference server in this process, if it is colocated.
+4. `_serving`: the rollout system (rl/swarm/rollout_system.py) on the first host; the inference server in this process, if it is colocated.
 5. `_evaluating`: the first score, which is taken while the train step compiles.
 
 All hosts of a learner start a run together. Only the first has a ledger, an orchestrator, and evaluations: `FirstHost`.
@@ -23,25 +23,26 @@ from typing import Any
 import jax
 
 from inference.server import metrics_routes
-from rl import evaluate, live, rollout_system, sft
-from rl.batch import host_feed, packing
-from rl.experiment import experiment
+from rl import evaluate, sft
+from rl.experiment import experiment, layout
 from rl.experiment import workdir as run_directory
-from rl.learner import reference as reference_lib
-from rl.learner import train_step
-from rl.ledger import run_ledger
-from rl.orchestrator import assembly
-from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.remote import client
+from rl.experiment.reporting import metrics, rollouts_page, start_clock
+from rl.experiment.reporting import monitors as monitors_lib
+from rl.learning.batch import host_feed, packing
+from rl.learning.learner import reference as reference_lib
+from rl.learning.learner import train_step
 from rl.protocol import task_schedule, timeline
-from rl.reporting import metrics, rollouts_page, start_clock
-from rl.reporting import monitors as monitors_lib
-from rl.topology import colocated_server, layout
-from sharding import broadcast, checkpoint, programs
-from sharding.format import journal
-from sharding.logs import run_logs
-from sharding.multihost import hosts as hosts_lib
+from rl.protocol.ledger import run_ledger
+from rl.swarm import colocated_server, live, rollout_system
+from rl.swarm.orchestrator import assembly
+from rl.swarm.orchestrator import orchestrator as orchestrator_lib
+from rl.swarm.orchestrator.remote import client
+from sharding.mesh import checkpoint, programs
 from sharding.system import secret_file
+from sharding.system.logs import run_logs
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast
+from sharding.weights.format import journal
 
 Ledger = run_ledger.RunLedger | client.RemoteOrchestrator
 Orchestrator = orchestrator_lib.Orchestrator | client.RemoteOrchestrator

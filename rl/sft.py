@@ -5,7 +5,7 @@
 1. Batch n is a pure function of the config: tasks of the environments (`task_schedule.warmup_tasks`), each with its solution
    or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or rows of the files `warmup.data`.
 2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`
-   (rl/batch/conversations.py).
+   (rl/learning/batch/conversations.py).
 3. The batch is packed, sent to other hosts, and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
    With `lora.rank` and a checkpoint in `init_from` adapters train, as in RL.
 4. Training ends early after `warmup.patience` held-out losses without a new best, one every `warmup.eval_every` steps.
@@ -34,20 +34,20 @@ import jax.numpy as jnp
 from absl import flags
 
 from models import transformer
-from rl import envs, report
-from rl.batch import conversations, host_feed, packing
-from rl.data import sources
+from rl import envs
 from rl.envs.interface import environment
-from rl.experiment import command, experiment, initial
+from rl.experiment import command, experiment, initial, layout, report
 from rl.experiment import workdir as run_directory
-from rl.learner import objective, optimizers, train_step
-from rl.plan import sizes
+from rl.experiment.plan import sizes
+from rl.experiment.reporting import diagnostics, metrics, start_clock
+from rl.learning.batch import conversations, host_feed, packing
+from rl.learning.data import sources
+from rl.learning.learner import objective, optimizers, train_step
 from rl.protocol import task_schedule
-from rl.reporting import diagnostics, metrics, start_clock
-from rl.topology import layout
-from sharding import bucket, checkpoint
-from sharding.multihost import failure
-from sharding.multihost import hosts as hosts_lib
+from sharding.mesh import checkpoint
+from sharding.system.multihost import failure
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import bucket
 
 MOST_LINES = 20  # of the check's progress
 AHEAD = 2  # batches that a thread prepares while the last one trains

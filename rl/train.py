@@ -3,14 +3,14 @@
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 1. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from (rl/running.py).
-2. The rollout system starts (rl/rollout_system.py): broadcast, inference server, workers and validator, led by the orchestrator.
+2. The rollout system starts (rl/swarm/rollout_system.py): broadcast, inference server, workers and validator, led by the orchestrator.
 3. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
 4. Held-out score before and after, report.html.
 
 If killed at any moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is
 bit-identical. SIGTERM, the notice of a preemption, saves at the end of the step in progress, or during the wait for its batch.
 With several hosts each runs the loop, and all take every step, publish and save together. Only the first has the rollout
-system, the scores, and the files that people read; the others end when it ends (sharding/multihost/hosts.py).
+system, the scores, and the files that people read; the others end when it ends (sharding/system/multihost/hosts.py).
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -36,26 +36,27 @@ from jax.experimental import multihost_utils
 
 from inference.server import metrics_routes, startup
 from models import hub
-from rl import evaluate, report, rollout_system, running
-from rl.batch import packing
+from rl import running
 from rl.envs.hub import tryout
-from rl.experiment import command, experiment, initial
+from rl.evaluation import scores
+from rl.experiment import command, experiment, initial, layout, redaction, report
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
-from rl.learner import optimizers
-from rl.learner import reference as reference_lib
-from rl.plan import roofline, sizes
+from rl.experiment.plan import roofline, sizes
+from rl.experiment.reporting import diagnostics, metrics, start_clock
+from rl.experiment.reporting import monitors as monitors_lib
+from rl.learning.batch import packing
+from rl.learning.learner import optimizers
+from rl.learning.learner import reference as reference_lib
 from rl.protocol import task_schedule
-from rl.reporting import diagnostics, metrics, start_clock
-from rl.reporting import monitors as monitors_lib
-from rl.retention import redaction
-from rl.topology import layout
-from rl.verification import run_bands
-from sharding import bucket, programs
-from sharding.logs import run_logs
-from sharding.multihost import failure
-from sharding.multihost import hosts as hosts_lib
+from rl.swarm import rollout_system
+from rl.trust.verification import run_bands
+from sharding.mesh import programs
 from sharding.system import cli, sockets
+from sharding.system.logs import run_logs
+from sharding.system.multihost import failure
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import bucket
 
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
@@ -149,7 +150,7 @@ def train(
             return None
         run.scores(wait=True)
     path = report.write(workdir)
-    progress.say(*evaluate.summary(workdir), f"report: {path}")
+    progress.say(*scores.summary(workdir), f"report: {path}")
     return path
 
 

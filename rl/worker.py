@@ -39,10 +39,10 @@ from rl.envs.host import group as group_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session, user_code
-from sharding.logs import role_metrics
 from sharding.system import bounded_reply, cli, retries, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 from sharding.system import text as text_lib
+from sharding.system.logs import role_metrics
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 VOID_PAUSE_S, MAX_FAILURE_PAUSE_S = 0.5, 30.0  # after a group that no server can generate any more

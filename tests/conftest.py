@@ -24,13 +24,13 @@ jax.config.update("jax_num_cpu_devices", 8)  # must precede the first use of a b
 jax.config.update("jax_numpy_rank_promotion", "raise")  # advantage_B * logp_BT with B == T is wrong and finite
 TESTS = pathlib.Path(__file__).parent
 LONGEST = """
-    rl/test_train_loop.py models/kernels/test_splash_attention.py rl/learner/test_train_step.py inference/server/test_startup.py
-    models/test_transformer.py rl/learner/test_lora.py rl/learner/test_masters.py rl/verification/test_verifier.py
-    rl/learner/test_router_replay.py rl/verification/test_cheats.py models/kernels/test_cpu_attention.py
-    rl/learner/test_router_balance.py models/test_moe.py rl/envs/scoring/test_scorer.py rl/verification/test_episodes.py
-    rl/orchestrator/test_verdict_collector.py models/test_families.py rl/test_worker.py rl/test_kills.py rl/test_train.py
-    rl/verification/test_checks.py rl/orchestrator/test_schedules.py models/hf/test_checkpoint.py rl/swarm/test_swarm.py
-    rl/orchestrator/test_forgery.py rl/test_train_mix.py inference/engine/test_cpu_sub_batches.py
+    rl/test_train_loop.py models/kernels/test_splash_attention.py rl/learning/learner/test_train_step.py inference/server/test_startup.py
+    models/test_transformer.py rl/learning/learner/test_lora.py rl/learning/learner/test_masters.py rl/trust/verification/test_verifier.py
+    rl/learning/learner/test_router_replay.py rl/trust/verification/test_cheats.py models/kernels/test_cpu_attention.py
+    rl/learning/learner/test_router_balance.py models/test_moe.py rl/envs/scoring/test_scorer.py rl/trust/verification/test_episodes.py
+    rl/swarm/orchestrator/test_verdict_collector.py models/test_families.py rl/test_worker.py rl/test_kills.py rl/test_train.py
+    rl/trust/verification/test_checks.py rl/swarm/orchestrator/test_schedules.py models/hf/test_checkpoint.py rl/swarm/test_swarm.py
+    rl/swarm/orchestrator/test_forgery.py rl/test_train_mix.py inference/engine/test_cpu_sub_batches.py
 """.split()  # files by `python -m pytest --durations=0`
 
 
@@ -93,7 +93,7 @@ def compile_fast():
 @pytest.fixture(autouse=True)
 def forget_heads():
     """Forgets the signed heads that this process has accepted: tests sign several runs with one key."""
-    from sharding.format import head
+    from sharding.weights.format import head
 
     head.verifier.cache_clear()
 
@@ -101,7 +101,7 @@ def forget_heads():
 @pytest.fixture
 def gpu(monkeypatch):
     """Makes the code choose as on a GPU, and JAX lower kernels for an H100: since 0.11, it reads the GPU's kind from a device."""
-    from sharding import mesh as mesh_lib
+    from sharding.mesh import mesh as mesh_lib
 
     monkeypatch.setattr(mesh_lib, "platform", lambda: "gpu")
     if importlib.util.find_spec("jax._src.pallas.triton.gpu_info"):

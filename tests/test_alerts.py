@@ -17,11 +17,11 @@ from prometheus_client import parser
 
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import status_routes
-from rl.reporting import monitors
-from rl.verification import checks
-from sharding.logs import role_metrics
+from rl.experiment.reporting import monitors
+from rl.trust.verification import checks
+from sharding.system.logs import role_metrics
 from tests import test_monitoring
-from tests.rl.orchestrator import test_orchestrator
+from tests.rl.swarm.orchestrator import test_orchestrator
 from tests.support import groups, proxy
 from tests.support.orchestrators import inside
 

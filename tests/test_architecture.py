@@ -18,10 +18,10 @@ PACKAGES = (*LAYERS, "configs")
 MAX_FILES = 14  # in one folder: more is a list to search, not a room
 MAX_LINES = 550  # in one file: beyond, it has two nouns
 NO_ENVIRONMENT = (
-    "rl.learner.train_step",
-    "rl.orchestrator.orchestrator",
-    "rl.algorithms.losses",
-    "rl.batch.packing",
+    "rl.learning.learner.train_step",
+    "rl.swarm.orchestrator.orchestrator",
+    "rl.learning.algorithms.losses",
+    "rl.learning.batch.packing",
 )
 ACCELERATED = ("jax", "jaxlib", "flax", "optax", "orbax", "jetstream", "torch", "ml_dtypes", "tensorstore")
 
@@ -181,8 +181,8 @@ JAX_FREE = (
     "inference.rollouts.rollout",
     "inference.server.web",
     "models.text.tokenizer",
-    "sharding.format.delta",
-    "sharding.format.manifest",
+    "sharding.weights.format.delta",
+    "sharding.weights.format.manifest",
 )
 
 

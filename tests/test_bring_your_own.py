@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rl import envs
-from rl.batch import training_batch
 from rl.experiment import experiment
+from rl.learning.batch import training_batch
 from tests.support import commands, pages, rollouts, tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

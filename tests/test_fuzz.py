@@ -24,7 +24,7 @@ import pytest
 from inference.proofs import toploc
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.ledger import balances, events
+from rl.protocol.ledger import balances, events
 from tests.support import proofs as proofs_lib
 from tests.support import tiny
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from configs import base
-from rl.orchestrator.groups import queue_entry
+from rl.swarm.orchestrator.groups import queue_entry
 from tests.rl import test_finetune
 from tests.support import pages, tiny_run
 

@@ -12,10 +12,10 @@ from prometheus_client import parser
 from docs import catalog, pages
 from inference.rollouts import rollout as rollout_lib
 from rl import worker
-from rl.reporting import monitors
-from rl.validator import routes
-from sharding.relay import server as relay_lib
+from rl.experiment.reporting import monitors
+from rl.trust.validator import routes
 from sharding.system import sockets
+from sharding.weights.relay import server as relay_lib
 from tests.support import serving
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "examples" / "monitoring"

@@ -17,10 +17,10 @@ from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
 from inference.engine import weights as weights_lib
-from rl.verification import verifier
-from sharding import broadcast
-from sharding.download import range_get, source
-from sharding.format import head, manifest, roots
+from rl.trust.verification import verifier
+from sharding.weights import broadcast
+from sharding.weights.download import range_get, source
+from sharding.weights.format import head, manifest, roots
 from tests.support import engines, lying_upstream, proxy
 
 ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([9]) * 32)

@@ -19,10 +19,10 @@ import pytest
 
 from inference.engine import weights as weights_lib
 from inference.server import startup
-from sharding import broadcast
-from sharding.download import range_get, source
-from sharding.format import head, journal
-from sharding.relay import store
+from sharding.weights import broadcast
+from sharding.weights.download import range_get, source
+from sharding.weights.format import head, journal
+from sharding.weights.relay import store
 from tests.support import doubles, engines, learner_double, proxy, tiny
 
 OPTIONS = range_get.Options(patience_s=5.0, connect_s=5.0, stall_s=5.0)

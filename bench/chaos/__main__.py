@@ -26,7 +26,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import command
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
-from rl.plan import sizes
+from rl.experiment.plan import sizes
 from rl.swarm import processes, session, supervisor
 
 IMPOSTOR, LIAR = "impostor", "-liar"  # the name of a worker; the end of the name of a server's double

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def clipped(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom, high: float = 2.0):
-    """REINFORCE with importance weights up to `high` (rl/algorithms/losses.py has the arguments)."""
+    """REINFORCE with importance weights up to `high` (rl/learning/algorithms/losses.py has the arguments)."""
     ratio_BT = jnp.exp(jnp.clip(logp_BT - behavior_logp_BT, -20.0, 20.0))
     loss_BT = -jnp.minimum(ratio_BT, high) * advantage_BT
     return (loss_BT * mask_BT).sum() / denom, {"loss/capped_frac": ((ratio_BT > high) * mask_BT).sum() / denom}

@@ -21,8 +21,8 @@ from flax import struct
 
 from models import config as config_lib
 from models.kernels import attention_tiles
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 
 MAX_BLOCK = 128  # positions; smaller blocks cost more in loop iterations than they save in keys
 MULTIPLE = 16  # float32 numbers of the widest CPU vector

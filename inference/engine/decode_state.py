@@ -15,7 +15,7 @@ from flax import struct
 
 from inference.engine import kv_cache, paged_cache, sampler
 from inference.engine import request as request_lib
-from sharding import rules
+from sharding.mesh import rules
 
 # Checked on the device, per sequence; the scheduler checks further ones after each call.
 MAX_STOP_IDS = request_lib.MAX_DELAYED_STOPS

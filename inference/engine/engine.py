@@ -44,8 +44,8 @@ from inference.proofs import window
 from models import config as config_lib
 from models import routed_experts, transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 
 State = cpu_sub_batches.State
 HOST, DEVICE = "pinned_host", "device"  # kinds of memory, by JAX's names

@@ -21,7 +21,7 @@ from inference.engine import cpu_decode_attention
 from models import attention, transformer
 from models import config as config_lib
 from models.kernels import gpu_cached_attention
-from sharding import rules
+from sharding.mesh import rules
 
 Entry = tuple[jax.Array, jax.Array] | cpu_decode_attention.Blocks
 Cache = tuple[Entry, ...]

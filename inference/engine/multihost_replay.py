@@ -30,9 +30,9 @@ from inference.engine import decode_state, kv_cache
 from inference.engine import engine as engine_lib
 from inference.engine import weights as weights_lib
 from models import transformer
-from sharding import broadcast
-from sharding.download import source as source_lib
-from sharding.multihost import hosts as hosts_lib
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
 
 Made = TypeVar("Made", kv_cache.Cache, engine_lib.Swapped)
 

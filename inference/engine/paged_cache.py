@@ -27,8 +27,8 @@ from inference.engine import kv_cache
 from models import attention, transformer
 from models import config as config_lib
 from models.kernels import paged_attention
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 
 PAGE = 64  # positions: a page of a 106 B model's layers has 11 MiB, and the last page of a sequence is half empty
 DTYPES = ("", "float8_e4m3fn")  # of pages

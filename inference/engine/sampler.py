@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 
 Array = jax.Array | np.ndarray
 

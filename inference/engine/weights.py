@@ -1,7 +1,7 @@
 """The weights of a policy in a server: unchanged or as integers, on one device or over a mesh.
 
 1. Unchanged weights are read straight to their devices, later versions to the host first. The layout is that of training
-   (`sharding.rules`), but key heads that do not divide over `tensor` stay whole, with their fraction of the cache.
+   (`sharding.mesh.rules`), but key heads that do not divide over `tensor` stay whole, with their fraction of the cache.
 2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
    the devices never contain more than one full tensor, and deltas are applied to the host's copy.
 3. On one CPU device, matrices are output-major (models/kernels/cpu_transposed.py), and those of layers may be in 4 bits.
@@ -27,9 +27,10 @@ from models import config as config_lib
 from models import hf, transformer
 from models import lora as lora_lib
 from models.kernels import cpu_transposed, int8
-from sharding import broadcast, host_memory, rules
-from sharding.download import source as source_lib
-from sharding.format import chunks
+from sharding.mesh import host_memory, rules
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
+from sharding.weights.format import chunks
 
 QUANTIZATIONS = ("none", "int8", "int4")
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays

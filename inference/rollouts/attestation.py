@@ -3,7 +3,7 @@
 1. A server with a key signs each sample of a plain request: the run, the question (prompt, seed, temperature, filters, length), and the
    answer (tokens, log-probabilities, policy versions, epoch, ending, proofs, experts, kept sets).
 2. The worker's client verifies the signature against the key that the run names, and the rollout carries both.
-3. If a replay refuses such a rollout, the server is at fault: the worker could not know (rl/verification/evidence_log.py). A worker that
+3. If a replay refuses such a rollout, the server is at fault: the worker could not know (rl/trust/verification/evidence_log.py). A worker that
    changes anything, or that asked for something else than the run prescribes, has no signature that fits.
 
 Left out: requests with a bias, stops of their own, or without proofs. They cannot be replayed, so no signature is given.

@@ -1,6 +1,6 @@
 """The kept set of each sampled token: the token IDs that top-k, top-p, and min-p left to sample from.
 
-1. The engine records them (`Completion.kept`), a worker hands them on (`Rollout.kept`), and a replay verifies them (rl/verification).
+1. The engine records them (`Completion.kept`), a worker hands them on (`Rollout.kept`), and a replay verifies them (rl/trust/verification).
 2. The learner normalizes its probabilities over the same IDs: DeepSeek-V3.2's "keep sampling mask"
    (arXiv 2512.02556, section 3.1). So a ratio to the sampler is 1 where the policies are equal.
 

@@ -20,7 +20,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import page_table
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
-from sharding import rules
+from sharding.mesh import rules
 
 
 @dataclasses.dataclass(eq=False)

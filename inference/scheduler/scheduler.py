@@ -39,7 +39,7 @@ from inference.scheduler import messages, paging, prefill_queue, prefix_cache, s
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
-from sharding.logs import role_metrics
+from sharding.system.logs import role_metrics
 
 GenerateRequest = request_lib.GenerateRequest
 PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version

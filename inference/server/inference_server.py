@@ -33,11 +33,11 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import schemas
 from models import hf, transformer
-from sharding import broadcast
-from sharding.download import source as source_lib
-from sharding.format import gguf_header, head, manifest
-from sharding.logs import role_metrics
-from sharding.multihost import hosts as hosts_lib
+from sharding.system.logs import role_metrics
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
+from sharding.weights.format import gguf_header, head, manifest
 
 # SCHEME://HOST/PATH without user, query, escapes, and parts . and .., which could lead elsewhere than they seem to.
 _PLAIN_URL = re.compile(r"[a-z0-9+.-]+://[\w.:\[\]-]*(/(?!\.\.?(/|$))[\w.=,+~-]+)*/?", re.ASCII)

@@ -28,11 +28,12 @@ from models import hf, hub, transformer
 from models import lora as lora_lib
 from models.kernels import cpu_dtype
 from models.text import tokenizer as tokenizer_lib
-from sharding import broadcast, rules
-from sharding import mesh as mesh_lib
-from sharding.download import source as source_lib
-from sharding.multihost import hosts as hosts_lib
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from sharding.system import cli
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
 
 START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
 NOTICE_S = 5.0  # and before a line about it is logged

@@ -12,7 +12,7 @@ from prometheus_client import core, registry
 
 from inference.engine import paged_cache
 from inference.server import inference_server, metrics_routes
-from sharding.logs import role_metrics
+from sharding.system.logs import role_metrics
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:

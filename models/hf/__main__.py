@@ -24,8 +24,8 @@ from models.hf import checkpoint, tensor_names
 from models.hf import config as hf_config
 from models.text import tokenizer as tokenizer_lib
 from models.text import tokenizer_files
-from sharding.format import gguf_header
 from sharding.system import cli
+from sharding.weights.format import gguf_header
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,9 +18,9 @@ from models import config as config_lib
 from models import lora, transformer
 from models.hf import checkpoint, safetensors_file, tensor_names
 from models.kernels import cpu_transposed
-from sharding import rules
-from sharding.format import chunks
+from sharding.mesh import rules
 from sharding.system import atomic_file
+from sharding.weights.format import chunks
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MAX_ALPHA = 2**20

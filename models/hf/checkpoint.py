@@ -25,9 +25,9 @@ from models import config as config_lib
 from models import hub, transformer
 from models.hf import config as hf_config
 from models.hf import gguf_config, safetensors_file, tensor_check, tensor_names
-from sharding import host_memory, rules
-from sharding.format import gguf_header
+from sharding.mesh import host_memory, rules
 from sharding.system import atomic_file
+from sharding.weights.format import gguf_header
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
 BLOCK = 256  # rows and columns that are transposed at a time

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sharding.format import gguf_header
+from sharding.weights.format import gguf_header
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 ENTRIES = {

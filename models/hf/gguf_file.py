@@ -18,7 +18,7 @@ import numpy as np
 
 from models import config as config_lib
 from models.hf import gguf_config, tensor_names
-from sharding.format import gguf_header
+from sharding.weights.format import gguf_header
 
 # Types that need no arithmetic, and the dtype of all others when dequantized.
 STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}

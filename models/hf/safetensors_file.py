@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sharding.format import safetensors_header
 from sharding.system import atomic_file
+from sharding.weights.format import safetensors_header
 
 NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ import numpy as np
 from models import blocks, transformer
 from models import config as config_lib
 from models.kernels import int8
-from sharding import rules
+from sharding.mesh import rules
 
 Path = tuple[str, ...]
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.kernels import cpu_transposed
-from sharding import programs
+from sharding.mesh import programs
 from sharding.system import atomic_file
 
 DTYPES = "float32", "bfloat16"

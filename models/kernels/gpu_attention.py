@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from models.kernels import attention_tiles
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 
 # The fastest of some tiles with bfloat16 and 128 dims on an H100 and an H200 (bench/results/gpu.md).
 BLOCK = 64  # queries of a program, or keys of one that computes dk and dv

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from models.kernels import attention_tiles, gpu_attention
-from sharding import rules
+from sharding.mesh import rules
 
 PART = 1024  # keys of a program
 ROWS = 16  # of the smallest tile that a product has

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from sharding import rules
+from sharding.mesh import rules
 
 # Last part of a parameter's name -> number of dims, after those of layers and experts, that a product sums over.
 NUM_INPUT_DIMS = dict.fromkeys(("lm_head", "q", "k", "v", "gate", "up", "down"), 1) | {"o": 2}

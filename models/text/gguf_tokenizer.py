@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 
-from sharding.format import gguf_header
+from sharding.weights.format import gguf_header
 
 PREFIX = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4  # in token_type

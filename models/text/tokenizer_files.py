@@ -15,8 +15,8 @@ import tokenizers
 
 from models import hub
 from models.text import gguf_tokenizer
-from sharding.format import gguf_header
 from sharding.system import atomic_file
+from sharding.weights.format import gguf_header
 
 # Names of special tokens in tokenizer_config.json and in chat templates.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")

@@ -7,7 +7,10 @@ prompt are one unit, a cluster.
 import collections
 import dataclasses
 import math
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+
+from sharding.system import atomic_file
 
 Z = 1.959964  # of a 95 % interval
 RIGHT = 1.0  # the reward of a sample that counts as passed
@@ -126,3 +129,13 @@ def _measure(tasks: Sequence[TaskRewards]) -> tuple[dict[str, float], dict[str, 
     found, clusters = of_tasks(tasks), [task.cluster for task in tasks]
     means = {name: math.fsum(values) / len(values) for name, values in found.items()}
     return means, {name: interval(values, clusters) for name, values in found.items()}
+
+
+def summary(workdir: pathlib.Path) -> list[str]:
+    """Returns one line of text per held-out score of a run: its value at the first and the last evaluation; none if all were given up."""
+    entries = atomic_file.read_json(workdir / "evaluations.json", list)
+    if not entries:
+        return []
+    names = [name for name in entries[-1]["scores"] if name != "num_tasks" and name in entries[0]["scores"]]
+    shown = lambda entry, name: f"{entry['scores'][name]:.3f} (version {entry['step']})"  # noqa: E731
+    return [f"held-out {name}: {shown(entries[0], name)} -> {shown(entries[-1], name)}" for name in names]

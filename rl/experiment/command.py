@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from sharding.multihost import failure
 from sharding.system import cli
+from sharding.system.multihost import failure
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Errors of a disk or a path, which are not bugs even where a library raised them.
@@ -53,7 +53,7 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
 
 def run(main: Callable[[], None]) -> None:
     """Calls `main` after `parse`, with a cache of compiled programs, and reports its errors."""
-    from sharding import programs  # imports JAX
+    from sharding.mesh import programs  # imports JAX
 
     quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "WARNING"))
     for name, level in (*quiet, ("tuf", "WARNING")):
@@ -83,7 +83,7 @@ def run(main: Callable[[], None]) -> None:
 def explain(error: BaseException) -> tuple[str, int, int]:
     """Returns (message, exit code, priority) for an error that ends the command.
 
-    When several hosts fail, the error of the lowest priority number (sharding/multihost/failure.py) is reported as the cause.
+    When several hosts fail, the error of the lowest priority number (sharding/system/multihost/failure.py) is reported as the cause.
     """
     if isinstance(error, failure.Terminated):
         return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED

@@ -1,6 +1,6 @@
 """The steps of every command of `rl` after its flags were parsed (rl/experiment/command.py): join the hosts, and resolve the config.
 
-1. `joined` connects the hosts of the learner, if there are several (sharding/multihost/hosts.py).
+1. `joined` connects the hosts of the learner, if there are several (sharding/system/multihost/hosts.py).
 2. `resolve` derives values from the config, after the overrides, and checks it (rl/experiment/rules.py).
 """
 
@@ -26,19 +26,20 @@ from models import lora as lora_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
-from rl.algorithms import losses
-from rl.batch import credit as credit_lib
-from rl.batch import packing, router_replay
-from rl.data import sources
 from rl.experiment import base_fields, command
 from rl.experiment import rules as config_rules
-from rl.learner import objective as objective_lib
-from rl.learner import optimizers, train_step
+from rl.learning.algorithms import losses
+from rl.learning.batch import credit as credit_lib
+from rl.learning.batch import packing, router_replay
+from rl.learning.data import sources
+from rl.learning.learner import objective as objective_lib
+from rl.learning.learner import optimizers, train_step
 from rl.protocol import env_mix, user_code
-from sharding import bucket, rules
-from sharding.format import tree
-from sharding.multihost import hosts as hosts_lib
+from sharding.mesh import rules
 from sharding.system import cli
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import bucket
+from sharding.weights.format import tree
 
 MAX_CALLS = 64  # of an episode, without env.max_calls
 
@@ -347,7 +348,7 @@ def _own_loss(config: config_dict.ConfigDict) -> str | Callable:
         function, digest = user_code.load(name), _code_digest(name)
         config.rl.loss = name.rpartition(":")[2]
     elif not callable(function):
-        remedy = "set it in a config file, as rl/algorithms/losses.py describes"
+        remedy = "set it in a config file, as rl/learning/algorithms/losses.py describes"
         raise ValueError(f"rl.loss_function = {function!r} is not a function; {remedy}")
     else:
         name, digest = function.__name__, hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]

@@ -25,11 +25,12 @@ from models import hf, hub, lora, transformer
 from models.hf import config as hf_config
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
-from rl.learner import reference
-from sharding import broadcast, rules
-from sharding.format import journal
-from sharding.multihost import hosts as hosts_lib
+from rl.learning.learner import reference
+from sharding.mesh import rules
 from sharding.system import atomic_file, cli
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast
+from sharding.weights.format import journal
 
 OWN = (*hf_config.COMPUTE_FIELDS, "param_dtype")
 

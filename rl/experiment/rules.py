@@ -17,12 +17,12 @@ from ml_collections import config_dict
 from inference.rollouts import kept_sets
 from models import config as config_lib
 from models import hub
-from rl.algorithms import advantages
 from rl.experiment import base_fields
+from rl.learning.algorithms import advantages
 from rl.protocol import curriculum, env_mix, lease, task_schedule, user_code
-from sharding.format import gguf_header
 from sharding.system import atomic_file, cli, sockets
 from sharding.system import text as text_lib
+from sharding.weights.format import gguf_header
 
 if TYPE_CHECKING:
     from models.text import tokenizer as tokenizer_lib
@@ -89,7 +89,7 @@ FILES = {
     "trust.bands": "set it to the file that `python -m rl.validator calibrate` wrote",
     "trust.stake_ledger": "set it to the file of a ledger",
 }
-# Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
+# Fields that rl/experiment/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
     *("model.dtype", "model.param_dtype", "model.remat"),
     *("sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
@@ -248,7 +248,7 @@ def _check_validators(config: config_dict.ConfigDict) -> None:
 def _check_settled(config: config_dict.ConfigDict) -> None:
     """Raises ValueError for a submission of more bytes than a server takes, and for a wrong rule of retention."""
     from inference.server import web
-    from rl.retention import redaction
+    from rl.experiment import redaction
 
     redaction.Rule(**config.retention.to_dict())
     if (num_bytes := _group_bytes(config)) > web.MAX_BODY_BYTES:
@@ -299,7 +299,7 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
 def check_stakes(config: config_dict.ConfigDict) -> None:
     """Raises ValueError if `trust.stake_ledger` is not a good ledger."""
     if file := config.trust.stake_ledger:
-        from rl.ledger import ledger
+        from rl.protocol.ledger import ledger
 
         try:
             ledger.Ledger(file).close()

@@ -13,15 +13,15 @@ from importlib import metadata
 from inference.rollouts import rollout as rollout_lib
 from models import hub, lora
 from rl.experiment import experiment as experiment_lib
-from rl.ledger import run_ledger
+from rl.experiment.reporting import monitors as monitors_lib
 from rl.protocol import env_mix
-from rl.reporting import monitors as monitors_lib
-from sharding import broadcast, bucket
-from sharding.format import journal, manifest
-from sharding.logs import run_logs
-from sharding.multihost import hosts as hosts_lib
+from rl.protocol.ledger import run_ledger
 from sharding.system import atomic_file
 from sharding.system import files as files_lib
+from sharding.system.logs import run_logs
+from sharding.system.multihost import hosts as hosts_lib
+from sharding.weights import broadcast, bucket
+from sharding.weights.format import journal, manifest
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Entries of a workdir whose run has not begun; rl.launch makes some.
@@ -45,7 +45,7 @@ def open_workdir(
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
-    For a directory in a bucket, the path is that of the local folder that is mirrored there (sharding/bucket/mirror.py). Until RL
+    For a directory in a bucket, the path is that of the local folder that is mirrored there (sharding/weights/bucket/mirror.py). Until RL
     begins, fields that begin with one of `free` may differ from the config of the first start. Raises ValueError if the directory
     belongs to another config, another process uses it, or this host's config differs from that of host 0. Hosts other than the first do
     not access the directory.

@@ -2,7 +2,7 @@
 
 1. Version n is the policy after batch n. A resume that does not repeat bit for bit publishes some numbers again, with other weights.
 2. Such a resume therefore begins an epoch, and (epoch, version) names one policy forever. The publisher's signed head
-   (sharding/format/head.py) orders policies by it.
+   (sharding/weights/format/head.py) orders policies by it.
 3. `digest` proves which weights are meant: the SHA-256 of the manifest that was published under (epoch, version).
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from sharding.system import text as text_lib
 
-MAX_NUMBER = 2**48  # of an epoch or a version, as in sharding/format/head.py
+MAX_NUMBER = 2**48  # of an epoch or a version, as in sharding/weights/format/head.py
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -19,7 +19,7 @@ from absl import flags
 from rl.experiment import command
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
-from rl.plan import sizes
+from rl.experiment.plan import sizes
 from rl.swarm import processes, session, supervisor
 
 

@@ -12,10 +12,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl import rollout_system
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.swarm import supervisor
+from rl.swarm import rollout_system, supervisor
 
 ROLES = ("relay", "server", "worker", "validator")  # of which there are several nodes
 Connect = Callable[[frozenset[str], int], str]  # (nodes at both ends, port) -> URL of a connection to it

@@ -23,11 +23,11 @@ import rich.live
 import rich.table
 from absl import flags
 
-from rl import audit as audit_lib
-from rl import evaluate
+from rl.evaluation import scores
 from rl.experiment import workdir as run_directory
-from rl.reporting import metrics
+from rl.experiment.reporting import metrics
 from rl.swarm import processes, supervisor
+from rl.trust import audit as audit_lib
 from sharding.system import atomic_file, sign_in
 
 TARGETS = "targets.json"
@@ -123,7 +123,7 @@ def summary(
     starts = collections.Counter[str]()
     for node in nodes.values():
         starts[node.spec.role] += max(0, node.num_starts - 1)
-    lines = [f"starts after the first: {listed(starts)}", *evaluate.summary(audit.workdir)]
+    lines = [f"starts after the first: {listed(starts)}", *scores.summary(audit.workdir)]
     lines += [
         f"refused groups: {listed(refused)}; barred after {audit.config.trust.max_attempts}: {', '.join(barred) or 'none'}"
     ]

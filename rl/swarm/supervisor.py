@@ -16,8 +16,8 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from sharding.logs import run_logs
 from sharding.system import child_process
+from sharding.system.logs import run_logs
 
 MAX_DEATHS, WINDOW_S = 5, 300.0
 FIRST_PAUSE_S = 1.0

@@ -1,6 +1,6 @@
 """Starts commands of this project as child processes, which end with this process, however suddenly.
 
-The standard input of a child is a pipe from this process. Its output goes to a log (sharding/logs/run_logs.py).
+The standard input of a child is a pipe from this process. Its output goes to a log (sharding/system/logs/run_logs.py).
 """
 
 import collections
@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from sharding.logs import run_logs
+from sharding.system.logs import run_logs
 
 # A machine that is silent for a minute is away: without these, ssh waits for hours for one that lost its power.
 SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=30", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")

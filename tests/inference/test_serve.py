@@ -34,10 +34,11 @@ from inference.server import inference_server, schemas, startup, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from rl.experiment import experiment
-from sharding import broadcast, rules
-from sharding.broadcast import head_writer, placement
-from sharding.download import source as source_lib
-from sharding.format import head, roots
+from sharding.mesh import rules
+from sharding.weights import broadcast
+from sharding.weights.broadcast import head_writer, placement
+from sharding.weights.download import source as source_lib
+from sharding.weights.format import head, roots
 from tests.support import proxy, serving, tiny, tiny_run
 
 MODEL = tiny.model()

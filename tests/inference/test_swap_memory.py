@@ -15,8 +15,8 @@ from inference.server import startup
 from models import config as config_lib
 from models import transformer
 from models.kernels import cpu_transposed, int8
-from sharding import broadcast
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
+from sharding.weights import broadcast
 from tests.support import tiny
 
 WIDE = dict(model_dim=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_dim=3072)

@@ -20,8 +20,8 @@ from inference.engine import kv_cache
 from models import attention, layers, lora, transformer
 from models import config as config_lib
 from models.kernels import adapted, cpu_attention, splash_attention
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import stacking, tiny
 
 B, T, V = 8, 16, 64

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from models import logprobs, transformer
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

@@ -14,9 +14,9 @@ import pytest
 
 from inference.engine import kv_cache
 from models import moe, moe_experts, transformer
-from rl.plan import hlo
-from sharding import mesh as mesh_lib
-from sharding import rules
+from rl.experiment.plan import hlo
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import tiny
 
 B, T, D, E, F = 4, 6, 16, 8, 12

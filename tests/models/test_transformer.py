@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from models import transformer
-from rl.plan import hlo
-from sharding import mesh as mesh_lib
-from sharding import rules
+from rl.experiment.plan import hlo
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import tiny
 
 DENSE = tiny.model(vocab_size=48, head_dim=16, ffn_dim=40)

@@ -10,7 +10,7 @@ from models import hf
 from rl import export
 from rl.experiment import experiment, initial
 from rl.experiment import workdir as run_directory
-from sharding.multihost import hosts
+from sharding.system.multihost import hosts
 from tests.rl import test_finetune
 from tests.support import tiny
 

@@ -13,9 +13,9 @@ import pytest
 from models import hf
 from models.text import tokenizer
 from rl.experiment import experiment
-from sharding import broadcast
+from sharding.weights import broadcast
 from tests.models.hf import test_variants
-from tests.rl.batch import test_conversations
+from tests.rl.learning.batch import test_conversations
 from tests.support import commands, small_learner, tiny, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

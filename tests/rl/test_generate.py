@@ -16,16 +16,16 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import generate, worker
-from rl.data import sources
 from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
+from rl.experiment.reporting import metrics
+from rl.learning.data import sources
 from rl.protocol import task_schedule
-from rl.reporting import metrics
-from rl.validator import calibrate
-from rl.verification import evidence_log, run_bands, verifier
+from rl.trust.validator import calibrate
+from rl.trust.verification import evidence_log, run_bands, verifier
 from tests.support import groups, serving, tiny_run
 
 TASK = environment.Task("reverse_text", 0, "train", (), "")

@@ -21,14 +21,14 @@ import pytest
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
-from rl import audit
 from rl.experiment import experiment
-from rl.ledger import events
-from rl.ledger import ledger as ledger_lib
+from rl.experiment.reporting import metrics
 from rl.protocol import verdict as verdict_lib
-from rl.reporting import metrics
-from rl.validator import routes
-from sharding import checkpoint
+from rl.protocol.ledger import events
+from rl.protocol.ledger import ledger as ledger_lib
+from rl.trust import audit
+from rl.trust.validator import routes
+from sharding.mesh import checkpoint
 from tests.support import forger as forger_lib
 from tests.support import proxy, serving, signed_http, tiny_run
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rl import logs
-from sharding.logs import run_logs
+from sharding.system.logs import run_logs
 from tests.support import proxy, tiny_run
 
 RUN = "ab" * 32

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from inference.proofs import toploc
-from rl.reporting import metrics
-from rl.verification import measurement, run_bands, sequential_test
+from rl.experiment.reporting import metrics
+from rl.trust.verification import measurement, run_bands, sequential_test
 from tests.support import doubles, real_model, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

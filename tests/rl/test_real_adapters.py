@@ -19,13 +19,13 @@ from inference.engine import request as request_lib
 from inference.server import startup
 from models import logprobs, lora, transformer
 from rl import sft
-from rl.batch import host_feed, packing
 from rl.experiment import experiment, initial
-from rl.learner import train_step
-from sharding import broadcast
-from sharding import mesh as mesh_lib
-from sharding.download import source as source_lib
-from sharding.multihost import hosts
+from rl.learning.batch import host_feed, packing
+from rl.learning.learner import train_step
+from sharding.mesh import mesh as mesh_lib
+from sharding.system.multihost import hosts
+from sharding.weights import broadcast
+from sharding.weights.download import source as source_lib
 from tests.support import real_model
 
 NUM_STEPS = 5

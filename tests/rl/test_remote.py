@@ -15,8 +15,8 @@ import pytest
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.reporting import metrics
-from sharding import broadcast
+from rl.experiment.reporting import metrics
+from sharding.weights import broadcast
 from tests.support import proxy, tiny_run
 
 NUM_STEPS = 4

@@ -10,12 +10,12 @@ import pytest
 from configs import quickstart_moe
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.batch import router_replay
 from rl.experiment import experiment
+from rl.learning.batch import router_replay
 from rl.protocol import task_schedule
-from rl.validator import calibrate
-from rl.verification import checks, measurement, verifier
-from rl.verification import rules as rules_lib
+from rl.trust.validator import calibrate
+from rl.trust.verification import checks, measurement, verifier
+from rl.trust.verification import rules as rules_lib
 from tests.support import claims, groups, tiny, tiny_run
 
 

@@ -16,19 +16,19 @@ from configs import quickstart
 from inference import chat
 from models import hf, transformer
 from rl import envs, sft
-from rl.batch import conversations as conversations_lib
-from rl.data import sources
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
-from rl.learner import train_step
-from rl.plan import sizes
+from rl.experiment.plan import sizes
+from rl.experiment.reporting import metrics
+from rl.learning.batch import conversations as conversations_lib
+from rl.learning.data import sources
+from rl.learning.learner import train_step
 from rl.protocol import task_schedule
-from rl.reporting import metrics
-from sharding import broadcast
-from sharding import mesh as mesh_lib
-from tests.rl.batch.test_conversations import conversation, trained_text, write
+from sharding.mesh import mesh as mesh_lib
+from sharding.weights import broadcast
+from tests.rl.learning.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
 from tests.support import commands, conversations, tiny_run, turn_envs
 

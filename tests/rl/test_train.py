@@ -17,14 +17,15 @@ import pytest
 from docs import catalog
 from models import hf, transformer
 from models.text import tokenizer
-from rl import audit, train
+from rl import train
 from rl.evaluation import samples
 from rl.evaluation import scores as scores_lib
-from rl.ledger import ledger as ledger_lib
-from rl.ledger import task_ranges
-from sharding import checkpoint
-from sharding import mesh as mesh_lib
-from sharding.logs import run_logs
+from rl.protocol.ledger import ledger as ledger_lib
+from rl.protocol.ledger import task_ranges
+from rl.trust import audit
+from sharding.mesh import checkpoint
+from sharding.mesh import mesh as mesh_lib
+from sharding.system.logs import run_logs
 from tests.support import ledgers, tiny_run
 
 

@@ -16,9 +16,10 @@ import time
 
 import pytest
 
-from rl.batch import packing
-from rl.reporting import metrics
-from sharding import broadcast, checkpoint
+from rl.experiment.reporting import metrics
+from rl.learning.batch import packing
+from sharding.mesh import checkpoint
+from sharding.weights import broadcast
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.slow

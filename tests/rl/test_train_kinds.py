@@ -9,9 +9,9 @@ import pytest
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl import audit
+from rl.experiment.reporting import metrics
 from rl.protocol import curriculum
-from rl.reporting import metrics
+from rl.trust import audit
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.slow

@@ -19,16 +19,18 @@ import pytest
 from absl import flags
 
 from configs import quickstart
-from rl import rollout_system, sft, train
-from rl.batch import host_feed, packing
+from rl import sft, train
 from rl.experiment import flags as command_line
 from rl.experiment import initial
-from rl.learner import train_step
-from rl.ledger import ledger as ledger_lib
-from rl.reporting import metrics
-from sharding import bucket, checkpoint
-from sharding.bucket import mirror
-from sharding.multihost import failure
+from rl.experiment.reporting import metrics
+from rl.learning.batch import host_feed, packing
+from rl.learning.learner import train_step
+from rl.protocol.ledger import ledger as ledger_lib
+from rl.swarm import rollout_system
+from sharding.mesh import checkpoint
+from sharding.system.multihost import failure
+from sharding.weights import bucket
+from sharding.weights.bucket import mirror
 from tests.support import commands, ledgers, proxy, tiny, tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

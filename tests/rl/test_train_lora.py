@@ -11,10 +11,11 @@ import pytest
 from configs import quickstart
 from models import hf, lora
 from rl.experiment import experiment
-from rl.learner import train_step
-from sharding import broadcast, checkpoint
-from sharding import mesh as mesh_lib
-from sharding.download import source
+from rl.learning.learner import train_step
+from sharding.mesh import checkpoint
+from sharding.mesh import mesh as mesh_lib
+from sharding.weights import broadcast
+from sharding.weights.download import source
 from tests.support import small_learner, tiny_run
 
 pytestmark = pytest.mark.slow

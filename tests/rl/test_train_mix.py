@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl import audit
+from rl.trust import audit
 from tests.support import commands, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

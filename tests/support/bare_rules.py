@@ -2,8 +2,8 @@
 
 from inference.rollouts import kept_sets
 from models import config as config_lib
-from rl.batch import router_replay
-from rl.verification import rules as rules_lib
+from rl.learning.batch import router_replay
+from rl.trust.verification import rules as rules_lib
 
 
 def make(

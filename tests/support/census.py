@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.plan import hlo
+from rl.experiment.plan import hlo
 
 # Matmuls of the attention kernel's parts in units of its forward pass, which has two (models/kernels/splash_attention.py), and
 # of the kernel that decodes (inference/engine/paged_cache.py).

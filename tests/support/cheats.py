@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, evidence_log, measurement, sequential_test
-from rl.verification import rules as rules_lib
-from sharding import broadcast
+from rl.trust.verification import checks, evidence_log, measurement, sequential_test
+from rl.trust.verification import rules as rules_lib
+from sharding.weights import broadcast
 from tests.support import doubles, forgeries
 
 REGIMES = {  # dtype of generation, of replay

@@ -6,7 +6,7 @@ import numpy as np
 
 from configs import quickstart_moe
 from models.text import tokenizer as tokenizer_lib
-from rl.batch import router_replay
+from rl.learning.batch import router_replay
 from tests.support import tiny
 
 TOKENIZER = tokenizer_lib.byte_chatml()

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAIT_S = 300
 CONTEXT = multiprocessing.get_context("forkserver")  # one server for all that a process of pytest forks
 CONTEXT.set_forkserver_preload(
-    ["rl.train", "rl.export", "rl.swarm.processes", "rl.orchestrator.assembly", "tests.support.learner_double"]
+    ["rl.train", "rl.export", "rl.swarm.processes", "rl.swarm.orchestrator.assembly", "tests.support.learner_double"]
 )
 
 

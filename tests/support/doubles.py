@@ -21,9 +21,9 @@ from inference.rollouts import rollout as rollout_lib
 from models import transformer
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import lease, task_schedule
-from rl.validator import calibrate
-from rl.verification import evidence_log, measurement, verifier
-from rl.verification import rules as rules_lib
+from rl.trust.validator import calibrate
+from rl.trust.verification import evidence_log, measurement, verifier
+from rl.trust.verification import rules as rules_lib
 from tests.support import proofs as proofs_lib
 from tests.support import tiny
 

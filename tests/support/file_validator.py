@@ -9,11 +9,11 @@ import numpy as np
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.ledger import events, ledger
 from rl.protocol import lease
-from rl.validator import judge, service, state, status
-from rl.verification import checks, evidence_log, sequential_test
-from rl.verification import rules as rules_lib
+from rl.protocol.ledger import events, ledger
+from rl.trust.validator import judge, service, state, status
+from rl.trust.verification import checks, evidence_log, sequential_test
+from rl.trust.verification import rules as rules_lib
 from tests.support import bare_rules, tiny
 
 KEEPER, KEY, OTHER, RUN = (rollout_lib.WorkerKey.generate() for _ in range(4))

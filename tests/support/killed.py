@@ -9,10 +9,10 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.ledger import run_ledger
-from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.verdicts import verdict_collector
-from rl.verification import checks
+from rl.protocol.ledger import run_ledger
+from rl.swarm.orchestrator import orchestrator as orchestrator_lib
+from rl.swarm.orchestrator.verdicts import verdict_collector
+from rl.trust.verification import checks
 from tests.support.groups import answers
 
 KEY, RUN = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()

@@ -11,8 +11,8 @@ import time
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding import broadcast
-from sharding.format import journal
+from sharding.weights import broadcast
+from sharding.weights.format import journal
 from tests.support import commands
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")

@@ -5,8 +5,8 @@ import hashlib
 import re
 import sqlite3
 
-from rl.ledger import ledger as ledger_lib
-from rl.ledger import run_ledger, run_rules
+from rl.protocol.ledger import ledger as ledger_lib
+from rl.protocol.ledger import run_ledger, run_rules
 
 WORKER = "8a" * 32
 

@@ -234,8 +234,8 @@ class LyingUpstream:
 
 def bomb(version: int) -> bytes:
     """587 bytes: a manifest of one tensor without chunks, whose grid has 2**48 rows of none."""
-    from sharding.format import digests, journal
-    from sharding.format import manifest as manifest_lib
+    from sharding.weights.format import digests, journal
+    from sharding.weights.format import manifest as manifest_lib
 
     tensor = manifest_lib.Tensor("t", (1 << 48, 0), "uint8", (1, 1), ())
     data = manifest_lib.zarr_json(tensor)

@@ -2,7 +2,7 @@
 
 import collections
 
-from rl.orchestrator import state as state_lib
+from rl.swarm.orchestrator import state as state_lib
 
 
 def inside(orchestrator) -> state_lib.RunState:

@@ -16,12 +16,12 @@ import time
 import blake3
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.download import source as source_lib
-from sharding.format import head as head_lib
-from sharding.format import journal
-from sharding.format import manifest as manifest_lib
-from sharding.relay import server as relay_lib
 from sharding.system import atomic_file, sockets
+from sharding.weights.download import source as source_lib
+from sharding.weights.format import head as head_lib
+from sharding.weights.format import journal
+from sharding.weights.format import manifest as manifest_lib
+from sharding.weights.relay import server as relay_lib
 
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))

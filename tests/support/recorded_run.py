@@ -11,11 +11,11 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment, workdir
-from rl.ledger import run_ledger, run_rules
 from rl.protocol import curriculum, task_schedule, verdict
-from sharding import broadcast
-from sharding.format import journal
-from tests.rl.ledger.test_ledger import key
+from rl.protocol.ledger import run_ledger, run_rules
+from sharding.weights import broadcast
+from sharding.weights.format import journal
+from tests.rl.protocol.ledger.test_ledger import key
 from tests.support import groups as written_groups
 
 RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)

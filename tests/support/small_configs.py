@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from configs import recipes
 from models import transformer
 from rl.experiment import experiment
-from rl.plan import sizes
+from rl.experiment.plan import sizes
 from tests.support import tiny
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"

@@ -1,4 +1,4 @@
-"""A small learner, and batches for it: the tests of rl/learner share them and the programs compiled for them."""
+"""A small learner, and batches for it: the tests of rl/learning/learner share them and the programs compiled for them."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from models import transformer
-from rl.batch import packing
-from rl.learner import objective, train_step
-from sharding import mesh as mesh_lib
+from rl.learning.batch import packing
+from rl.learning.learner import objective, train_step
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 DENSE = tiny.model(vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4)

@@ -7,7 +7,7 @@ from configs import base, presets
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
-from sharding import rules
+from sharding.mesh import rules
 
 
 def model(**changes) -> config_lib.ModelConfig:

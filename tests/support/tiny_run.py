@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from rl.reporting import metrics
-from sharding import broadcast
+from rl.experiment.reporting import metrics
+from sharding.weights import broadcast
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = {

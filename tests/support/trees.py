@@ -5,7 +5,7 @@ import tempfile
 import jax
 import numpy as np
 
-from sharding import broadcast
+from sharding.weights import broadcast
 
 
 def assert_same(tree, other):

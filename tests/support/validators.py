@@ -12,9 +12,9 @@ import fastapi
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
-from rl.orchestrator.groups import queue_entry
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
+from rl.swarm.orchestrator.groups import queue_entry
 from sharding.system import signed_message
 from tests.support import serving
 

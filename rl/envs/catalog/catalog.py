@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
 from typing import Any
 
-from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, logic, proof, reasoning, reverse_text, rewards
 from rl.envs.native.games import user_sim, wordle
@@ -24,11 +23,12 @@ from rl.envs.native.programs import coding, python_tool, rlm, speedrun, swe_toy
 from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
 from rl.envs.wrappers import budget, ladder, solve_rate
+from rl.learning.data import sources
 from rl.protocol import env_mix, user_code
 from sharding.system import cli
 from sharding.system import text as text_lib
 
-OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
+OURS = ("rl.envs.", "rl.learning.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"
 

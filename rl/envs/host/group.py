@@ -18,7 +18,8 @@ from rl.envs.interface import environment
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
-from rl.protocol import continuations, lease, noise_seed
+from rl.learning.algorithms import continuations
+from rl.protocol import lease, noise_seed
 
 MAX_RUNS = 2  # of an episode that makes other calls when it runs again
 # (call, count) -> completions of the call with the seeds call.seed to call.seed + count - 1
@@ -91,7 +92,7 @@ class Run:
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
     env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
     player: Player | None = None  # of an environment with episodes of several calls
-    vine: Mapping[str, Any] | None = None  # options of continuations (rl/protocol/continuations.py); None: none
+    vine: Mapping[str, Any] | None = None  # options of continuations (continuations.py); None: none
 
     @functools.cached_property
     def task(self) -> Callable[[int, str], tuple[environment.Task, list[int]]]:

@@ -18,7 +18,7 @@ from rl.envs.hub import report as report_lib
 from rl.envs.interface import environment
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
-from rl.ledger import environments
+from rl.protocol.ledger import environments
 from sharding.system import cli
 from sharding.system import text as text_lib
 

@@ -1,6 +1,6 @@
-"""Tasks from your own file or folder: JSON lines, CSV, Parquet, or a folder in Hugging Face's layout (rl/data/sources.py).
+"""Tasks from your own file or folder: JSON lines, CSV, Parquet, or a folder in Hugging Face's layout (rl/learning/data/sources.py).
 
-1. Each row is a task. Field `prompt` has the user's message, or a list of messages (rl/data/messages.py), the last of which the model
+1. Each row is a task. Field `prompt` has the user's message, or a list of messages (rl/learning/data/messages.py), the last of which the model
    continues if it is the assistant's. Field `answer` has the answer, and `solution`, if there is such a field, a whole completion to
    imitate in a warm-up.
 2. Held-out tasks are those of the split `validation`, else `test`. Without one, a row is held out by the hash of its whole prompt, 1 in 16.
@@ -19,10 +19,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rl.data import messages as messages_lib
-from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import rewards
+from rl.learning.data import messages as messages_lib
+from rl.learning.data import sources
 from sharding.system import text as text_lib
 
 MAX_CHARS = 65536  # a longer completion scores as an empty one

@@ -12,9 +12,9 @@ import fractions
 import pathlib
 import re
 
-from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import numerals
+from rl.learning.data import sources
 
 INSTRUCTION = "Solve the problem step by step. End with a line '#### ' followed by the final number."
 MAX_CHARS = 65536  # a longer completion scores 0; honest solutions are far shorter

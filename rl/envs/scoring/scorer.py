@@ -13,7 +13,7 @@
 5. The child loads the environment with the rights of its user and scores without files, network, other processes, and secret
    environment variables (sharding/system/sandbox.py). Environments read their data when they are built.
 
-Workers stop after LIMIT_S, validators, whose machines differ, after CHECK_LIMIT_S (rl/verification/checks.py handles the
+Workers stop after LIMIT_S, validators, whose machines differ, after CHECK_LIMIT_S (rl/trust/verification/checks.py handles the
 difference). Imports no jax.
 """
 

@@ -8,8 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from rl.data import sources
 from rl.envs.interface import environment
+from rl.learning.data import sources
 
 
 def filtered(env: environment.Environment, window, path: str) -> environment.Environment:

@@ -16,7 +16,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import engines, tiny
 
 MODEL = tiny.model(num_layers=4, window=24, layer_pattern="SF")

@@ -13,7 +13,7 @@ from inference.engine import engine as engine_lib
 from models import transformer
 from models.kernels import gpu_cached_attention
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 

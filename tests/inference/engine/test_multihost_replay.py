@@ -19,7 +19,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import multihost_replay, weights
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)

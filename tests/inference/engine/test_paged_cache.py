@@ -16,7 +16,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from models.kernels import paged_attention
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 S, W, LAYERS = 8, 4, 3

@@ -19,7 +19,7 @@ from inference.engine import weights
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import engines, serving, stacking, tiny
 
 MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))

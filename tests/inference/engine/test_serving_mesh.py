@@ -19,10 +19,10 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import startup
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from rl import rollout_system
 from rl.experiment import experiment
-from sharding import mesh as mesh_lib
-from sharding import rules
+from rl.swarm import rollout_system
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import engines, tiny
 from tests.support import proofs as proofs_lib
 

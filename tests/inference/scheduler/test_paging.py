@@ -15,7 +15,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import paging, sequence, slots
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import engines, tiny
 
 MODEL = tiny.model(scan_layers=True)

@@ -17,7 +17,7 @@ import time
 import httpx
 import pytest
 
-from sharding import broadcast
+from sharding.weights import broadcast
 from tests.support import serving, tiny
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,9 @@ from inference.engine import request as request_lib
 from inference.server import startup
 from models import logprobs, lora, transformer
 from models.kernels import cpu_transposed
-from rl.verification import verifier
-from sharding import broadcast, rules
+from rl.trust.verification import verifier
+from sharding.mesh import rules
+from sharding.weights import broadcast
 from tests.support import tiny
 
 CONFIG = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=4)

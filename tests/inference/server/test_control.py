@@ -27,9 +27,9 @@ from inference import serve
 from inference.engine import weights as weights_lib
 from inference.server import guard, inference_server, web
 from models import hf, transformer
-from sharding import broadcast
-from sharding.download import source
 from sharding.system import sockets
+from sharding.weights import broadcast
+from sharding.weights.download import source
 from tests.support import proxy, serving, tiny
 
 MODEL = tiny.model()

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from inference.server import metrics_routes
-from sharding.logs import role_metrics
+from sharding.system.logs import role_metrics
 
 
 def test_both_routes_are_served_for_several_roles():

@@ -19,7 +19,7 @@ import pytest
 
 from models import hf
 from models.text import tokenizer as tokenizer_lib
-from sharding import broadcast
+from sharding.weights import broadcast
 from tests.rl import test_train_hosts
 from tests.support import serving, tiny
 

@@ -9,7 +9,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import startup
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 MODEL = tiny.model(num_layers=1, head_dim=24)  # of its own: nothing is compiled for it yet

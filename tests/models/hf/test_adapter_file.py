@@ -14,8 +14,8 @@ import pytest
 from inference.adapters import adapter_set
 from models import hf, lora, transformer
 from models.hf import adapter_file, safetensors_file
-from sharding import mesh as mesh_lib
-from sharding.format import safetensors_header
+from sharding.mesh import mesh as mesh_lib
+from sharding.weights.format import safetensors_header
 from tests.support import tiny
 
 CONFIG = lora.LoraConfig(rank=2, alpha=6.0)

@@ -26,8 +26,8 @@ from models import hf, hub, layers, transformer
 from models.hf import checkpoint, safetensors_file, tensor_check, tensor_names
 from models.hf import config as hf_config
 from models.text import tokenizer as tokenizer_lib
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import commands, stacking, tiny
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "hf_parity"

@@ -25,9 +25,9 @@ from models.hf import config as hf_config
 from models.hf import gguf_file, safetensors_file, tensor_names
 from models.text import gguf_tokenizer
 from models.text import tokenizer as tokenizer_lib
-from sharding import host_memory, rules
-from sharding import mesh as mesh_lib
-from sharding.format import gguf_header
+from sharding.mesh import host_memory, rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.weights.format import gguf_header
 from tests.support import commands
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

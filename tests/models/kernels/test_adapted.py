@@ -8,8 +8,8 @@ import pytest
 from inference.engine import weights
 from models import layers, lora, transformer
 from models.kernels import adapted, cpu_transposed, int8
-from sharding import mesh as mesh_lib
-from sharding import rules
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
 from tests.support import tiny
 
 KINDS = {

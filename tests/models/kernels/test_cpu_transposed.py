@@ -8,7 +8,7 @@ import pytest
 from inference.engine import weights
 from models import layers, transformer
 from models.kernels import cpu_integers, cpu_transposed, int8
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
 from tests.support import tiny
 
 ONE = mesh_lib.create({}, devices=jax.local_devices()[:1])

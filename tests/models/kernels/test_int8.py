@@ -20,8 +20,9 @@ from inference.server import startup
 from models import hf, transformer
 from models.kernels import int8
 from models.text import tokenizer as tokenizer_lib
-from sharding import broadcast, rules
-from sharding import mesh as mesh_lib
+from sharding.mesh import mesh as mesh_lib
+from sharding.mesh import rules
+from sharding.weights import broadcast
 from tests.support import engines, serving, tiny
 
 DENSE = tiny.model(tie_embeddings=False)

@@ -17,13 +17,12 @@ from ml_collections import config_dict
 
 from configs import base, quickstart
 from rl import envs, train
-from rl.experiment import base_fields, command, experiment, rules
+from rl.experiment import base_fields, command, experiment, layout, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
-from rl.plan import lowered_programs, sizes
-from rl.topology import layout
-from rl.validator import calibrate
-from sharding.multihost import failure, hosts
+from rl.experiment.plan import lowered_programs, sizes
+from rl.trust.validator import calibrate
+from sharding.system.multihost import failure, hosts
 from tests.support import commands
 
 # ml_collections loads a config file the old way.

@@ -24,13 +24,13 @@ from models.text import tokenizer as tokenizer_lib
 from rl import generate, sft, worker
 from rl.experiment import experiment, initial, rules, workdir
 from rl.experiment import flags as command_line
-from rl.orchestrator import orchestrator
-from rl.orchestrator.gate import gate
-from rl.plan import sizes
+from rl.experiment.plan import sizes
 from rl.protocol import timeline
-from sharding import broadcast
-from sharding import mesh as mesh_lib
-from sharding.multihost import hosts
+from rl.swarm.orchestrator import orchestrator
+from rl.swarm.orchestrator.gate import gate
+from sharding.mesh import mesh as mesh_lib
+from sharding.system.multihost import hosts
+from sharding.weights import broadcast
 from tests.support import tiny
 
 FOLDERS = sorted(

@@ -8,7 +8,7 @@ import pytest
 
 from configs import recipes
 from rl.experiment import experiment
-from rl.reporting import metrics
+from rl.experiment.reporting import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -113,7 +113,7 @@ def test_a_broken_loss_does_not(broken, tmp_path):
     """The test above can see such a difference."""
     (tmp_path / "broken.py").write_text(f"""
 from configs import quickstart
-from rl.algorithms import losses
+from rl.learning.algorithms import losses
 
 def broken(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, clip_low, clip_high, delta, denom):
     options = dict(clip_low=clip_low, clip_high=clip_high, delta=delta, denom=denom)

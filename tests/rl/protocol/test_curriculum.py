@@ -12,10 +12,10 @@ import pytest
 from hypothesis import strategies as st
 
 from configs import base
-from rl.orchestrator.groups import batches as batches_lib
-from rl.orchestrator.groups import group_queue
-from rl.orchestrator.groups.queue_entry import Delivery
 from rl.protocol import curriculum, env_mix, task_schedule
+from rl.swarm.orchestrator.groups import batches as batches_lib
+from rl.swarm.orchestrator.groups import group_queue
+from rl.swarm.orchestrator.groups.queue_entry import Delivery
 from tests.support import groups
 
 

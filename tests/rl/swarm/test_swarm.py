@@ -12,10 +12,10 @@ import subprocess
 import httpx
 import pytest
 
-from rl import audit
-from rl.reporting import metrics
+from rl.experiment.reporting import metrics
 from rl.swarm import session, supervisor
-from sharding.logs import run_logs
+from rl.trust import audit
+from sharding.system.logs import run_logs
 from tests.support import proxy, recorded_run, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

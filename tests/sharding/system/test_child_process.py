@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from sharding.logs import run_logs
 from sharding.system import child_process
+from sharding.system.logs import run_logs
 from tests.support import proxy
 
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL

@@ -1,6 +1,6 @@
 """The environment "genesys": tasks of your own file in the format of SYNTHETIC-1 and SYNTHETIC-2, each scored by its type.
 
-1. A row is a `Task`, in a file that rl/data/sources.py reads. Fields that a JSON column holds as a text are parsed. checks.py has the scores of the types with texts.
+1. A row is a `Task`, in a file that rl/learning/data/sources.py reads. Fields that a JSON column holds as a text are parsed. checks.py has the scores of the types with texts.
 2. verifiable_code, prime_rl_code, and deepcoder run the last block of Python on test cases in a sandbox: the reward is the fraction that passes, or,
    for prime_rl_code and deepcoder, 1 if all pass. Only Python: other languages need compilers.
 3. llm_judgeable_groundtruth_similarity asks the model itself, in a call that does not train, for a score from 1 to 100.
@@ -16,12 +16,12 @@ from typing import Any
 
 import pydantic
 
-from rl.data import sources
 from rl.envs.interface import environment, episode
 from rl.envs.native.genesys import checks
 from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
+from rl.learning.data import sources
 from sharding.system import text as text_lib
 
 CODE = {"verifiable_code": False, "prime_rl_code": True, "deepcoder": True}  # True: all tests must pass

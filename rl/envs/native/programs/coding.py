@@ -12,11 +12,11 @@ The tests are never in the prompt. Held-out tasks are those whose prompt has the
 import pathlib
 import random
 
-from rl.data import sources
 from rl.envs.interface import environment, episode
 from rl.envs.native.programs import code_tasks, grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
+from rl.learning.data import sources
 
 INSTRUCTION = "Solve the task in Python. End with one block of code, between ```python and ```."
 REWARDS = ("all", "fraction")

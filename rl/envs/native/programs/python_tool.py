@@ -13,12 +13,12 @@ import pathlib
 import random
 from collections.abc import Sequence
 
-from rl.data import sources
 from rl.envs.interface import environment, episode, tools
 from rl.envs.native import numerals
 from rl.envs.native.programs import grading
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
+from rl.learning.data import sources
 
 INSTRUCTION = (
     "Answer the question. You may run Python, whose variables stay. End with a message 'Answer: NUMBER' without a call."

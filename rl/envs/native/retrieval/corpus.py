@@ -11,8 +11,8 @@ import pathlib
 import random
 from collections.abc import Mapping, Sequence
 
-from rl.data import sources
 from rl.envs.interface import environment
+from rl.learning.data import sources
 
 MAX_FACTS = 5000  # of names with four letters there are 5,625
 

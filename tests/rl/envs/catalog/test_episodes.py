@@ -13,8 +13,8 @@ import pytest
 
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
-from rl.batch import conversations
 from rl.envs.interface import scripted_model
+from rl.learning.batch import conversations
 
 # {case: (name, options, reward of gold, highest reward of junk)}
 CASES = {

@@ -27,7 +27,7 @@ from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 from rl.envs.recording import session as session_lib
 from rl.protocol import lease
-from rl.verification import episodes
+from rl.trust.verification import episodes
 from tests.rl.envs.recording import test_tape
 from tests.support import episodes as episodes_lib
 

@@ -15,12 +15,12 @@ import pytest
 from configs import base
 from models.text import tokenizer as tokenizer_lib
 from rl import envs, sft
-from rl.data import sources
 from rl.envs.catalog import catalog
 from rl.envs.hub import tryout
 from rl.envs.native import numerals, rewards
 from rl.envs.scoring import scorer
 from rl.experiment import experiment, rules
+from rl.learning.data import sources
 from rl.protocol import task_schedule
 from tests.support import commands
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
-from rl.batch import credit
 from rl.envs.interface import episode
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
+from rl.learning.batch import credit
 from rl.protocol import noise_seed
 from tests.support import episodes
 

@@ -276,7 +276,7 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
     with pytest.raises(ValueError) as caught:
         away.score(build().make_task(7, "held_out"), ["x"])
     from rl.experiment import command
-    from sharding.multihost import failure  # the children that run this file shall not import jax
+    from sharding.system.multihost import failure  # the children that run this file shall not import jax
 
     line = str(caught.value)
     assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {report}")
