@@ -1,4 +1,4 @@
-"""The walls of the house: arrows between folders point down, commands are imported by nothing, no file hides another's module.
+"""The walls of the house: arrows between folders and rooms point down, rooms import no command, no file hides another's module.
 
 Everything is read from the syntax tree, imports inside functions included; nothing is executed. Each rule is also run on
 a small tree that breaks it.
@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib.metadata
 import pathlib
+import re
 import sys
 
 import pytest
@@ -15,7 +16,13 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LAYERS = ("rl", "inference", "models", "sharding")  # from the top
 PACKAGES = (*LAYERS, "configs")
+# The folders directly in a package, from the top: each imports those after it.
+ROOMS = {
+    "rl": ("swarm", "trust", "experiment", "evaluation", "envs", "learning", "protocol"),
+    "sharding": ("mesh", "weights", "system"),
+}
 MAX_FILES = 14  # in one folder: more is a list to search, not a room
+MAX_COMMANDS = 20  # files directly in rl, which people list by `python -m rl.`
 MAX_LINES = 550  # in one file: beyond, it has two nouns
 NO_ENVIRONMENT = (
     "rl.learning.learner.train_step",
@@ -86,6 +93,25 @@ def folder_edges(root):
     for name, targets in edges(root).items():
         found[folder[name]] |= {folder[target] for target in targets} - {folder[name]}
     return found
+
+
+def room(root, name):
+    """Returns the folder of a module directly in its package, or "" for a file directly in it."""
+    parts = modules(root)[name].relative_to(root).parts
+    return parts[1] if len(parts) > 2 else ""
+
+
+def out_of_rooms(root):
+    """Returns every import of a file in a room of `ROOMS` that points to a room above it, or to a command of its package."""
+    wrong = []
+    for name, targets in edges(root).items():
+        package, mine = name.split(".")[0], room(root, name)
+        order = ROOMS.get(package, ())
+        for target in sorted(targets) if mine in order else ():
+            its = room(root, target)
+            if target.startswith(f"{package}.") and (its not in order or order.index(its) < order.index(mine)):
+                wrong.append(f"{name} imports {target}")
+    return wrong
 
 
 def rings(graph):
@@ -214,6 +240,36 @@ def test_folders_point_down():
     assert rings(folder_edges(ROOT)) == []
 
 
+def test_rooms_point_down():
+    assert out_of_rooms(ROOT) == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_the_rooms_are_those_of_the_tree_and_of_the_page(package):
+    folders = {room(ROOT, name) for name in modules(ROOT) if name.startswith(f"{package}.")} - {""}
+    assert folders == {*ROOMS[package]}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert re.findall(rf"^\| `{package}/(\w+)` \|", page, re.MULTILINE) == [*ROOMS[package]]
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong"),
+    [
+        ({"rl.trust.a": "from rl.swarm import b", "rl.swarm.b": ""}, ["rl.trust.a imports rl.swarm.b"]),
+        ({"rl.envs.a.b": "from rl import plan", "rl.plan": ""}, ["rl.envs.a.b imports rl.plan"]),
+        ({"rl.learning.a": "from rl.other import b", "rl.other.b": ""}, ["rl.learning.a imports rl.other.b"]),
+        (
+            {"sharding.system.a": "def f():\n    import sharding.weights.relay.b", "sharding.weights.relay.b": ""},
+            ["sharding.system.a imports sharding.weights.relay.b"],
+        ),
+        ({"rl.swarm.a": "from rl.trust import b", "rl.trust.b": "", "rl.train": "from rl.swarm import a"}, []),
+        ({"rl.envs.a": "from rl.envs.b import c\nfrom inference import d", "rl.envs.b.c": "", "inference.d": ""}, []),
+    ],
+)
+def test_an_import_out_of_a_room_is_seen(tmp_path, files, wrong):
+    assert out_of_rooms(tree(tmp_path, files)) == wrong
+
+
 def test_no_two_files_import_each_other():
     assert rings(edges(ROOT)) == []
 
@@ -229,7 +285,8 @@ def test_tests_import_no_benchmark():
 def test_folders_and_files_are_of_a_readable_size():
     files = modules(ROOT).values()
     folders = {path.parent: len(list(path.parent.glob("*.py"))) for path in files}
-    assert {folder: n for folder, n in folders.items() if n > MAX_FILES} == {}
+    limits = {ROOT / "rl": MAX_COMMANDS}
+    assert {folder: n for folder, n in folders.items() if n > limits.get(folder, MAX_FILES)} == {}
     assert {path: n for path in files if (n := len(path.read_text().splitlines())) > MAX_LINES} == {}
 
 
