@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import runpy
 import selectors
@@ -42,6 +43,7 @@ NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many
 DIE_WITH_PARENT = 1  # of prctl
+_NOISE = re.compile(r"For further information visit \S+|\*{9,}")  # in errors of pydantic and NLTK
 
 
 def main() -> int:
@@ -239,7 +241,8 @@ def _parsed(reply: bytearray) -> dict | None:
 
 
 def _describe(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = _NOISE.sub("", f"{type(error).__name__}: {error}")
+    text = " ".join(text.split())
     return "".join(char for char in text if char.isprintable())[:MAX_ERROR]
 
 

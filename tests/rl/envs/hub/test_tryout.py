@@ -75,7 +75,8 @@ def equal(*, count=100, others=()):
     return Sums(["the same game", *others] * count)
 
 def corpus():
-    raise LookupError("Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')")
+    text = "Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')"
+    raise LookupError("*" * 70 + text + " For further information visit https://nltk.example " + "*" * 70)
 
 def late():
     return Late(["a", "b", "c"])
@@ -92,23 +93,43 @@ class Seen:
 
 class Game:
     def __init__(self, *, size: int = 3):
-        pass
+        self.size = size
 
     def reset(self, seed=0):
-        return Seen("guess a number")
+        return Seen("guess a number" if self.size > 2 else "guess a digit")
 
     def step(self, action: Action):
         return Seen("no", 1.0, True)
 """
 REHEARSALS = {
-    "options": ("plain:strange:sums", {"term": 3}, "cannot be loaded: TypeError: .* 'term'.*; correct env.options"),
+    "options": (
+        "plain:strange:sums",
+        {"term": 3},
+        "cannot be loaded: TypeError: .* 'term'.*; correct env.options = {'term': 3}, or",
+    ),
     "options of a class": (
         "openenv:strange:Game",
         {"sizes": 3},
         "unexpected keyword argument 'sizes'; correct env.opt",
     ),
+    "value of a class": (
+        "openenv:strange:Game",
+        {"size": "big"},
+        "no train episode can begin: TypeError: '>' .*; correct env.options = {'size': 'big'}, or the environment",
+    ),
+    "turns": ("openenv:strange:Game", {"max_turns": "two"}, "max_turns = 'two' is .*; use an integer of at least 1$"),
+    "no turns": (
+        "openenv:strange:Game",
+        {"max_turns": 0},
+        "env.options.max_turns = 0 is .*; use an integer of at least",
+    ),
+    "system": ("openenv:strange:Game", {"system": 3}, "env.options.system = 3 is not a text; write a string$"),
     "data": ("plain:strange:rows", {}, "No such file.*; it needs data that is not on this machine"),
-    "corpus": ("plain:strange:corpus", {}, "Resource brown not found.* connect this machine and download it once"),
+    "corpus": (
+        "plain:strange:corpus",
+        {},
+        r"LookupError: Resource brown .*'brown'\); it needs .* connect this machine and download it once",
+    ),
     "data of an episode": (
         "plain:strange:late",
         {},
