@@ -59,7 +59,9 @@ def main() -> int:
         server = _Server(channel, config)
     except BaseException as error:  # foreign code may raise anything, also SystemExit
         _send(channel, {"failed": _describe(error)})
-        return 1
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)  # the parent waits, and the end of an interpreter with a large framework takes more than a second
     _send(channel, {"ready": True})
     server.serve()
     return 0
@@ -77,7 +79,8 @@ class _Server:
         self._tasks.find("train", 0)  # an environment without tasks fails here
         openai = sys.modules.get("openai")
         kinds = tuple(getattr(openai, name) for name in ("OpenAI", "AsyncOpenAI")) if openai else ()
-        clients = [one for one in gc.get_objects() if isinstance(one, kinds)] if kinds else []
+        # Not by `isinstance`, which asks lazy modules for their class, so that they are imported: 2 s for a large framework.
+        clients = [one for one in gc.get_objects() if issubclass(type(one), kinds)] if kinds else []
         self._clients = [client for client in clients if str(client.base_url).startswith(UNSET_URL)]
         self._episodes: dict[int, tuple[int, object, bytearray]] = {}  # pipe -> (process, ID, reply so far)
         gc.collect()
