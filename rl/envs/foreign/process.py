@@ -25,6 +25,7 @@ from sharding.system import limited_process, sandbox
 START_S = 300.0  # an import of a large framework on a busy machine takes 30 s
 END_S = 5.0  # for its end once its socket is closed
 MAX_REPLY_BYTES = 2**22
+MAX_SHOWN = 300  # characters of options in an error
 
 SURROUNDINGS = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 SURROUNDINGS |= {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -153,7 +154,7 @@ class ForeignProcess:
             ready.set_result(None)
         else:
             failed = str(message.get("failed"))
-            parts = filter(None, (failed, remedy_of_load(failed)))
+            parts = filter(None, (failed, remedy_of_load(failed, self._options)))
             reason = f"environment {self._package.name} cannot be loaded: {'; '.join(parts)}"
             ready.set_exception(Broken(reason))
 
@@ -169,8 +170,14 @@ class ForeignProcess:
         return kept | SURROUNDINGS | {"PATH": path} | dict(self._package.variables)
 
 
-def remedy_of_load(error: str) -> str:
-    """Returns the remedy for an error of an environment's loader."""
+def shown(options: Mapping[str, Any]) -> str:
+    """Returns the assignment of an environment's options, without the end of a long one: an error of its code may not name the value."""
+    text = f"env.options = {dict(options)}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
+
+
+def remedy_of_load(error: str, options: Mapping[str, Any]) -> str:
+    """Returns the remedy for an error of an environment's loader, which had these options."""
     if _DATA.search(error):
         return _FETCHED
     if _PACKAGE.search(error):
@@ -184,7 +191,7 @@ def remedy_of_load(error: str) -> str:
         return ""  # it has its own
     if _KEY.search(error):
         return "it needs a key of a service: install it with --variable NAME=VALUE, and with --kind recorded if episodes use it"
-    return "correct env.options, or install its requirements (python -m rl.envs install)"
+    return f"correct {shown(options)}, or install its requirements (python -m rl.envs install)"
 
 
 def remedy_of_episode(error: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.catalog import catalog
 from rl.envs.foreign import host as foreign_host
+from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment, scripted_model
 from rl.envs.packages import package
@@ -18,7 +19,7 @@ from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 
 LIMITS = session_lib.Limits(max_tokens=256, max_model_len=2**15, max_calls=16, max_episode_tokens=2**12)
-NOTICE_S, REHEARSAL_S = 8.0, 60.0
+NOTICE_S, REHEARSAL_S = 3.0, 60.0  # the first comes within 10 s of the start of a run
 _CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
@@ -98,7 +99,7 @@ def _rehearse_episodes(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, o
                 if not found.num_calls:
                     long = f"it asked the model nothing; its prompt may exceed inference.max_model_len = {length}"
                     why = f"no {task.split} episode can begin: {found.result.error or long}"
-                    remedy = "" if "; " in why else "; correct env.options, or the environment"
+                    remedy = "" if "; " in why else f"; correct {process_lib.shown(entry.options)}, or the environment"
                     raise ValueError(f"environment {entry.label}: {why}{remedy}")
                 if found.result.error:
                     on_line(f"environment {entry.label}: an episode with random words failed: {found.result.error}")

@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import random
+import re
 import resource
 import runpy
 import selectors
@@ -42,6 +43,7 @@ NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many
 DIE_WITH_PARENT = 1  # of prctl
+_NOISE = re.compile(r"For further information visit \S+|\*{9,}")  # in errors of pydantic and NLTK
 
 
 def main() -> int:
@@ -57,7 +59,9 @@ def main() -> int:
         server = _Server(channel, config)
     except BaseException as error:  # foreign code may raise anything, also SystemExit
         _send(channel, {"failed": _describe(error)})
-        return 1
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)  # the parent waits, and the end of an interpreter with a large framework takes more than a second
     _send(channel, {"ready": True})
     server.serve()
     return 0
@@ -75,7 +79,8 @@ class _Server:
         self._tasks.find("train", 0)  # an environment without tasks fails here
         openai = sys.modules.get("openai")
         kinds = tuple(getattr(openai, name) for name in ("OpenAI", "AsyncOpenAI")) if openai else ()
-        clients = [one for one in gc.get_objects() if isinstance(one, kinds)] if kinds else []
+        # Not by `isinstance`, which asks lazy modules for their class, so that they are imported: 2 s for a large framework.
+        clients = [one for one in gc.get_objects() if issubclass(type(one), kinds)] if kinds else []
         self._clients = [client for client in clients if str(client.base_url).startswith(UNSET_URL)]
         self._episodes: dict[int, tuple[int, object, bytearray]] = {}  # pipe -> (process, ID, reply so far)
         gc.collect()
@@ -239,7 +244,8 @@ def _parsed(reply: bytearray) -> dict | None:
 
 
 def _describe(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = _NOISE.sub("", f"{type(error).__name__}: {error}")
+    text = " ".join(text.split())
     return "".join(char for char in text if char.isprintable())[:MAX_ERROR]
 
 

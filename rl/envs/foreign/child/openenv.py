@@ -26,8 +26,7 @@ def load(target, options):
     """Returns (function that makes an environment, its action class or the module with its tool actions, the options in OWN)."""
     own = {name: options.get(name, default) for name, default in OWN.items()}
     kind = pkgutil.resolve_name(target)
-    if own["reward"] not in ("last", "sum"):
-        raise ValueError(f"reward = {own['reward']!r} is unknown; use 'last' or 'sum'")
+    _check(own)
     if own["action"]:
         action = pkgutil.resolve_name(own["action"])
     elif tooled := [base for base in kind.__mro__ if base.__name__ == "MCPEnvironment"]:
@@ -40,6 +39,17 @@ def load(target, options):
     given = {name: value for name, value in options.items() if name not in OWN}
     inspect.signature(kind).bind(**given)  # a wrong option fails now, and not in each episode
     return lambda: kind(**given), action, own
+
+
+def _check(own):
+    named = {name: f"env.options.{name} = {value!r}" for name, value in own.items()}
+    if own["reward"] not in ("last", "sum"):
+        raise ValueError(f"{named['reward']} is unknown; use 'last' or 'sum'")
+    if type(own["max_turns"]) is not int or own["max_turns"] < 1:
+        raise ValueError(f"{named['max_turns']} is not a number of turns; use an integer of at least 1")
+    for name in ("action", "system"):
+        if not isinstance(own[name], str):
+            raise ValueError(f"{named[name]} is not a text; write a string")
 
 
 def tasks(env):

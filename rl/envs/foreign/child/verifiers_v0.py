@@ -6,17 +6,29 @@ episode keeps its reward, and has 1 in the metric "model_error", which is 0 in a
 
 import asyncio
 import collections.abc
+import inspect
 import pkgutil
+import sys
 
 MODEL_ERRORS = ("EmptyModelResponseError", "InvalidModelResponseError", "ToolParseError")
 
 
 def load(target, options):
     """Returns the environment. Raises ValueError for one that scores the episodes of a group together."""
+    _note_unnamed(target, options)
     env = pkgutil.resolve_name("verifiers:load_environment")(target, **options)
     if getattr(env, "requires_group_rollouts", False):
         raise ValueError(f"{target} scores the episodes of a group together; use an environment that scores each alone")
     return env
+
+
+def _note_unnamed(target, options):
+    parameters = inspect.signature(pkgutil.resolve_name(f"{target}:load_environment")).parameters.values()
+    named = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
+    unnamed = ", ".join(name for name in options if name not in named)
+    if unnamed and len(named) < len(parameters):  # otherwise the call fails
+        rule = f"load_environment names no option {unnamed}, and may ignore it; it names {', '.join(named)}"
+        print(f"environment verifiers:{target}: {rule}", file=sys.stderr, flush=True)
 
 
 def tasks(env):

@@ -271,10 +271,10 @@ async def _play_each(package, sessions, indexes, split):
         ("ConnectionError: Couldn't reach 'openai/gsm8k' on the Hub (LocalEntryNotFoundError)", "network"),
         ("MissingKeyError: Missing required API key: EXA_API_KEY", "--variable"),
         ("KeyError: 'JUDGE_API_KEY'", "--variable"),
-        ("ValueError: gym is unknown", "env.options"),
+        ("ValueError: gym is unknown", "env.options = {'game': 'chess'}, or"),
     ],
 )
 def test_the_remedy_of_an_error(error, remedy):
-    assert remedy in process_lib.remedy_of_load(error)
+    assert remedy in process_lib.remedy_of_load(error, {"game": "chess"})
     assert "--kind recorded" in process_lib.remedy_of_episode("ConnectError: All connection attempts failed")
     assert not process_lib.remedy_of_episode("KeyError: 'answer'")

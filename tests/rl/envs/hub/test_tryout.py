@@ -45,7 +45,7 @@ def test_a_failed_episode_is_named_and_the_exit_code_is_1(capfd, tmp_path: pathl
 
 
 STRANGE = """
-import dataclasses, json, pathlib, urllib.request
+import atexit, dataclasses, json, pathlib, sys, time, types, urllib.request
 
 class Sums:
     def __init__(self, tasks):
@@ -75,10 +75,26 @@ def equal(*, count=100, others=()):
     return Sums(["the same game", *others] * count)
 
 def corpus():
-    raise LookupError("Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')")
+    atexit.register(print, "the end of the interpreter", flush=True)
+    text = "Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')"
+    raise LookupError("*" * 70 + text + " For further information visit https://nltk.example " + "*" * 70)
 
 def late():
     return Late(["a", "b", "c"])
+
+class Unloaded:
+    @property
+    def __class__(self):
+        raise RuntimeError("a lazy module was imported")
+
+def lazy():
+    clients = {name: type(name, (), {}) for name in ("OpenAI", "AsyncOpenAI")}
+    sys.modules["openai"] = types.SimpleNamespace(lazy=Unloaded(), **clients)
+    return sums()
+
+def slow():
+    time.sleep(3.5)  # the import of a large framework
+    return sums()
 
 @dataclasses.dataclass
 class Action:
@@ -92,23 +108,43 @@ class Seen:
 
 class Game:
     def __init__(self, *, size: int = 3):
-        pass
+        self.size = size
 
     def reset(self, seed=0):
-        return Seen("guess a number")
+        return Seen("guess a number" if self.size > 2 else "guess a digit")
 
     def step(self, action: Action):
         return Seen("no", 1.0, True)
 """
 REHEARSALS = {
-    "options": ("plain:strange:sums", {"term": 3}, "cannot be loaded: TypeError: .* 'term'.*; correct env.options"),
+    "options": (
+        "plain:strange:sums",
+        {"term": 3},
+        "cannot be loaded: TypeError: .* 'term'.*; correct env.options = {'term': 3}, or",
+    ),
     "options of a class": (
         "openenv:strange:Game",
         {"sizes": 3},
         "unexpected keyword argument 'sizes'; correct env.opt",
     ),
+    "value of a class": (
+        "openenv:strange:Game",
+        {"size": "big"},
+        "no train episode can begin: TypeError: '>' .*; correct env.options = {'size': 'big'}, or the environment",
+    ),
+    "turns": ("openenv:strange:Game", {"max_turns": "two"}, "max_turns = 'two' is .*; use an integer of at least 1$"),
+    "no turns": (
+        "openenv:strange:Game",
+        {"max_turns": 0},
+        "env.options.max_turns = 0 is .*; use an integer of at least",
+    ),
+    "system": ("openenv:strange:Game", {"system": 3}, "env.options.system = 3 is not a text; write a string$"),
     "data": ("plain:strange:rows", {}, "No such file.*; it needs data that is not on this machine"),
-    "corpus": ("plain:strange:corpus", {}, "Resource brown not found.* connect this machine and download it once"),
+    "corpus": (
+        "plain:strange:corpus",
+        {},
+        r"LookupError: Resource brown .*'brown'\); it needs .* connect this machine and download it once",
+    ),
     "data of an episode": (
         "plain:strange:late",
         {},
@@ -124,6 +160,8 @@ REHEARSALS = {
     "equal prompts": ("plain:strange:equal", {}, ""),
     "one prompt for each split": ("plain:strange:equal", {"others": ["another game"]}, ""),
     "good": ("plain:strange:sums", {"terms": 3}, ""),
+    "slow": ("plain:strange:slow", {}, ""),
+    "lazy modules": ("plain:strange:lazy", {}, ""),
     "a good class": ("openenv:strange:Game", {}, ""),
 }
 
@@ -168,7 +206,7 @@ def reward(completion, row):
 
 
 @pytest.mark.parametrize("case", REHEARSALS)
-def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case, tmp_path, monkeypatch):
+def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case, tmp_path, monkeypatch, capfd):
     name, options, problem = REHEARSALS[case]
     monkeypatch.setenv(package_lib.FOLDER, str(tmp_path / "installed"))
     (tmp_path / "strange.py").write_text(STRANGE)
@@ -178,10 +216,14 @@ def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case
     if problem:
         with pytest.raises(ValueError, match=problem):
             tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
+        assert "the end of the interpreter" not in capfd.readouterr().err  # which takes seconds with a large framework
     else:
         tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
         held_out, trained = "so held-out scores may not show new tasks; replace them", "so a run may learn one answer"
         equal = {"equal prompts": [held_out], "a good class": [held_out], "one prompt for each split": [trained]}
         equal = equal.get(case, [])
+        waits = [line for line in lines if "loads, or plays its first episodes, for 3 s so far" in line]
+        assert waits or case != "slow"
+        lines = [line for line in lines if line not in waits]
         assert len(lines) == 1 + len(equal) and "loaded, and an episode of each split played, in " in lines[-1]
         assert all(words in lines[0] for words in equal)
