@@ -32,8 +32,8 @@ SHAPE_SAFETY = 2.0
 ROUTING_SAFETY = 3.0  # on the largest margin of a router
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
-# Smallest limits. Float32 errors are 7e-5 nats at most in a model of 30 layers.
-LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3)
+# Smallest limits. Float32 log-odds err by 1.24e-4 at most, and by 7.4e-5 but for one of 71,000 tokens, in a model of 30 layers.
+LEAST = dict(margin=1e-4, logprob=2e-4, routing=1e-3)
 LEAST_PROOFS = dict(exp_mismatches=8, mantissa_mean=2, mantissa_median=3)
 LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
 # Nearer to 1, tails are longer: an honest token with 1 - p = 3e-4 erred by 0.95 of it, and such errors weigh nothing in training.
