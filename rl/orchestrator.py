@@ -55,7 +55,7 @@ def main() -> None:
             if options.metrics:
                 parts.enter_context(metrics_routes.serving(options.metrics, found.health, found.metrics))
             run = run_directory.signing_key(workdir).worker
-            progress.say(f"workers elsewhere: python -m rl.worker --orchestrator {urls[0]} --run {run}")
+            progress.say(f"workers elsewhere: python -m rl.worker --orchestrator {urls[0]} --run {run} --key FILE")
             return found
 
         streams = {"streams": exp.credit.streams, "router_replay": exp.credit.router_replay, "kept": exp.credit.kept}

@@ -183,7 +183,9 @@ def _mistakes(
 
     The config is None if its file is the mistake.
     """
-    first, files = _explained(error), _values(argv, "config")
+    first, files, folders = _explained(error), _values(argv, "config"), _values(argv, "workdir")
+    if first.startswith("--config must be given") and folders and "://" not in folders[-1]:  # it is no run's either
+        first = f"workdir {folders[-1]} has no config.json: it is not a run; correct it, or give --config"
     try:
         config: Any = values["config"].parser.parse(files[-1])
         fields = base_fields.flat(config.to_dict())

@@ -484,7 +484,7 @@ def _contradictions_of(topology: config_dict.ConfigDict) -> Iterator[str]:
     servers, controls = topology.servers, topology.control_servers
     if topology.mode == "remote" and not (servers or topology.server_keys):
         remedy = "set topology.server_keys to the keys of servers that sign in, or topology.servers to URLs"
-        yield f"topology.mode = 'remote' needs inference servers; {remedy}"
+        yield f"topology.mode = 'remote' needs inference servers; {remedy} (python -m rl.validator key --key FILE makes a key)"
     if topology.mode == "remote" and len(controls) != len(servers):
         found = f"topology.control_servers has {len(controls)} URLs for {len(servers)} servers"
         yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"

@@ -215,7 +215,8 @@ def commands_elsewhere(
         yield f"servers elsewhere: python -m inference.serve {options} --control HOST:PORT --control_token_file FILE"
         file = assembly.token_file(experiment.config, workdir)
         yield f"with HOST:PORT of topology.control_servers, and FILE a copy of {file}, which no worker needs"
-    yield f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}{code}"
+    yield f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run} --key FILE{code}"
+    yield "with a FILE that does not exist yet: the worker makes it, and keeps its standing when it starts again"
     mirror = f"--upstream {relay} --dir DIR --host ADDRESS --trusted_key {trusted}"
     yield f"relays elsewhere: python -m sharding.relay {mirror}{signing}"
     if topology.server_keys:

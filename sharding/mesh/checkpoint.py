@@ -321,7 +321,7 @@ def _disk_errors(directory: pathlib.Path) -> Iterator[None]:
             raise
         for leftover in directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-        text = "no space left for a checkpoint (the earlier ones are intact); free disk space, or lower keep"
+        text = "no space left for a checkpoint (the earlier ones are intact); free disk space, or lower checkpoint.keep"
         if code not in FULL:
             text = (
                 f"the checkpoint was not written (the earlier ones are intact): {os.strerror(code)}; look at the disk"

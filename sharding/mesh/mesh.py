@@ -39,6 +39,9 @@ def devices() -> list[Any]:
         found = jax.devices()
     except RuntimeError as error:
         raise ValueError(f"{_line(error)}; {_IN_USE}") from error
+    except AssertionError as error:  # JAX skips "cuda" on a machine without a GPU, and then has no backend
+        found = f"JAX_PLATFORMS = {jax.config.jax_platforms!r}, and this machine has no NVIDIA GPU that JAX sees"
+        raise ValueError(f"{found}; check the driver with nvidia-smi, or set JAX_PLATFORMS=cpu") from error
     finally:
         logger.removeFilter(heard)
         logger.setLevel(level)

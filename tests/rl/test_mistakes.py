@@ -104,6 +104,7 @@ def test_a_command_that_is_run_as_a_file_names_the_module():
 
 
 def test_a_command_takes_its_working_directory_as_the_first_argument(tmp_path):
-    """Here one without a config.json, so that a config is missing, and no directory."""
+    """Here one without a config.json, as a mistyped one, so that a config is missing."""
     found = commands.forked("rl.export", tmp_path, "--output=x")
-    assert found.returncode == 2 and found.stderr == "error: --config must be given; --help lists the flags\n"
+    line = f"error: workdir {tmp_path} has no config.json: it is not a run; correct it, or give --config\n"
+    assert found.returncode == 2 and found.stderr == line

@@ -210,8 +210,12 @@ def numbers(scores: dict) -> dict[str, float]:
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
-        if isinstance(value, str | None) or not math.isfinite(value):
-            raise ValueError(f"score returned {name} = {str(value)[:80]}; return finite numbers")
+        try:
+            is_finite = not isinstance(value, str) and math.isfinite(value)
+        except TypeError:  # no number at all, such as None or a list
+            is_finite = False
+        if not is_finite:
+            raise ValueError(f"score returned {name} = {value!r:.80}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}
 
 

@@ -129,6 +129,7 @@ def present(config: config_dict.ConfigDict, *, needs_engine: bool = True) -> Dev
 
     If the server does not fit its devices, raises ValueError, or leaves the server out unless `needs_engine`.
     """
+    mesh = layout.learner_mesh(config)  # first, since it refuses an accelerator that cannot be used in one line
     local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
     _, devices = layout.split(local, axes.pop("rollout_devices", 0))
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
@@ -140,8 +141,7 @@ def present(config: config_dict.ConfigDict, *, needs_engine: bool = True) -> Dev
                 raise
     free_bytes = host_memory.total_bytes() / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", free_bytes)
-    mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
-    return Devices(mesh, server, memory_bytes, local[0].device_kind, is_cpu)
+    return Devices(mesh, server, memory_bytes, local[0].device_kind, is_cpu=local[0].platform == "cpu")
 
 
 def planned(config: config_dict.ConfigDict, topology: str) -> Devices:

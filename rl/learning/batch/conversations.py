@@ -52,7 +52,7 @@ def tree(
     if not mask.any():
         raise ValueError(
             f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
-            f"add a role of the conversation to warmup.roles"
+            f"add an answer, or a role of the conversation to warmup.roles"
         )
     end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
     if end > max_length:

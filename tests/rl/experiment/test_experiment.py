@@ -314,7 +314,7 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ({"trust__validators": (f"http://v:1#{'a' * 64}",), "trust__quorum": 2}, "trust.quorum = 2 exceeds the 1"),
         ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
-        ({"topology__mode": "remote"}, "needs inference servers; set topology.server_keys"),
+        ({"topology__mode": "remote"}, "needs inference servers; set .* makes a key"),
         ({"objective__policy_coef": 0.0}, "leaves nothing to learn from"),
         (
             {"objective__policy_coef": 0.0, "objective__teacher_coef": 1.0},

@@ -57,6 +57,7 @@ def test_the_commands_of_all_roles_are_said(tmp_path, names_servers):
     ):
         command = commands.get(role, f"{module} http://r:2")
         assert module in command and "http://r:2" in command and (signing in command) == (not names_servers)
+    assert commands["workers"].endswith(f"rl.worker --orchestrator http://o:1 --run {run} --key FILE")
     assert f"--upstream http://r:2 --dir DIR --host ADDRESS --trusted_key {run}" in commands["relays"]
     said = "in topology.server_keys when this run started; python -m rl.validator key --key FILE makes FILE"
     assert (said in lines[-1]) == (not names_servers)

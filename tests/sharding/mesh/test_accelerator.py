@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+from configs import finetune
+from rl.experiment.plan import sizes
 from sharding.mesh import mesh
 from tests.support import tiny_run
 
@@ -51,6 +53,27 @@ def test_an_accelerator_in_use_is_refused_and_one_without_a_plugin_is_not(
     else:
         assert mesh.devices() == ["cpu:0"]
         assert [text for _, text in texts if "may be" in text] == caplog.messages
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(monkeypatch):
+    def find():
+        assert None  # as JAX does
+
+    monkeypatch.setattr(jax, "devices", find)
+    with pytest.raises(ValueError, match="^JAX_PLATFORMS = 'cpu', and this machine has no NVIDIA GPU that JAX sees; "):
+        mesh.devices()
+
+
+def test_open_sizes_are_chosen_for_devices_that_were_asked_for_in_one_line(monkeypatch):
+    """A config with open sizes ended in a traceback where one of fixed sizes had a line."""
+
+    def find(*_):
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr(jax, "devices", find)
+    monkeypatch.setattr(jax, "local_devices", find)
+    with pytest.raises(ValueError, match="^no such platform; end the process"):
+        sizes.present(finetune.get_config())
 
 
 @pytest.mark.slow

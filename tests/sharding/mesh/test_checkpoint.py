@@ -317,7 +317,7 @@ def test_full_disk(small_disk: pathlib.Path, caplog):
     ],
 )
 def test_each_spelling_of_a_full_disk_gets_the_remedy(tmp_path, error, code):
-    remedy = "Input/output error; look at the disk" if code == errno.EIO else "free disk space, or lower keep"
+    remedy = "Input/output error; look at the disk" if code == errno.EIO else "disk space, or lower checkpoint.keep"
     with pytest.raises(OSError, match=remedy) as caught, checkpoint._disk_errors(tmp_path):
         raise error
     assert caught.value.errno == code and caught.value.filename == str(tmp_path)

@@ -98,7 +98,8 @@ def build(*, marks="", broken="", late="", uid=0, seed=0):
         elif order == "raise":
             raise KeyError(argument)
         elif order == "give":
-            return {"nan": {"reward": np.nan}, "text": "1.0", "nothing": {}, "word": {"reward": "x"}}[argument]
+            gifts = {"nan": {"reward": np.nan}, "text": "1.0", "nothing": {}, "word": {"reward": "x"}}
+            return (gifts | {"list": {"reward": [1.0]}})[argument]
         elif order == "numpy":
             return {"reward": np.float32(0.5), "index": np.int64(3), "length": np.bool_(True)}
         elif order in ("die", "die_once") and not pathlib.Path(marks, argument).exists():
@@ -248,7 +249,8 @@ def test_printed_text_is_never_a_score(orders):
         ("give nan", "ValueError: score returned reward = nan; return finite numbers"),
         ("give text", "TypeError: score returned str; return a dict of at most 63 numbers"),
         ("give nothing", "TypeError: score returned the names [] without 'reward'; add the reward"),
-        ("give word", "ValueError: score returned reward = x; return finite numbers"),
+        ("give word", "ValueError: score returned reward = 'x'; return finite numbers"),
+        ("give list", "ValueError: score returned reward = [1.0]; return finite numbers"),
     ],
 )
 def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, report):
