@@ -8,7 +8,7 @@
 4. Held-out score before and after, report.html.
 
 If killed at any moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is
-bit-identical. SIGTERM, the notice of a preemption, saves at the end of the step in progress, or during the wait for its batch.
+bit-identical. SIGTERM, the notice of a preemption, and Ctrl-C save at the end of the step in progress, or during the wait for its batch.
 With several hosts each runs the loop, and all take every step, publish and save together. Only the first has the rollout
 system, the scores, and the files that people read; the others end when it ends (sharding/system/multihost/hosts.py).
 """

@@ -214,13 +214,12 @@ def test_a_run_whose_evaluations_were_given_up_ends_with_its_report(run_main, tm
     assert (tmp_path / "w" / "report.html").exists() and not (tmp_path / "w" / "evaluations.json").exists()
 
 
-def test_sigterm_in_the_last_step_ends_the_run_before_its_evaluation(run_main, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_notice_in_the_last_step_ends_the_run_before_its_evaluation(number, run_main, tmp_path, monkeypatch):
     go_on, evaluate = threading.Event(), Rollouts.evaluate
     monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
     monkeypatch.setattr(Rollouts, "fail", lambda self, error: go_on.set())
-    monkeypatch.setattr(
-        Rollouts, "publish", lambda _, policy: policy.version == 2 and signal.raise_signal(signal.SIGTERM)
-    )
+    monkeypatch.setattr(Rollouts, "publish", lambda _, policy: policy.version == 2 and signal.raise_signal(number))
     with pytest.raises(failure.Terminated, match="checkpoint of step 2"):
         run_main(plain_loss)
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 2]

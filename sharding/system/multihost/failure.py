@@ -27,7 +27,7 @@ DEATH = "its process ended without an error report (killed, or out of memory); s
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised after SIGTERM; its argument, if there is one, names the step of which the state of the run is saved."""
+    """Raised after SIGTERM or Ctrl-C; its argument, if there is one, names the step of which the state of the run is saved."""
 
     def __str__(self) -> str:
         saved = f", with a checkpoint of {self.args[0]}" if self.args else ""

@@ -21,7 +21,10 @@ from typing import Any
 
 import jax
 
+from sharding.system import cli
 from sharding.system.multihost import cluster, failure, rendezvous, transport
+
+NOTICES = (signal.SIGTERM, signal.SIGINT)  # after which a process alone saves before it ends
 
 
 class Hosts:
@@ -90,10 +93,13 @@ class Hosts:
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
-        """A host's first SIGTERM in the block sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately."""
+        """A host's first SIGTERM in the block sets `is_terminating` on host 0, which saves and ends; its second one ends all hosts immediately.
+
+        Ctrl-C does the same where one host runs alone.
+        """
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None
+        before = {number: signal.signal(number, self._terminate_alone) for number in NOTICES} if alone else {}
         try:
             yield
         except failure.Terminated:
@@ -101,13 +107,15 @@ class Hosts:
             raise
         finally:
             self._is_terminable = False
-            if alone:
-                signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _terminate_alone(self, number: int, frame) -> None:
         if not self._take_notice():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        elif number == signal.SIGINT:
+            cli.note("saves a checkpoint at the end of this step, and ends; Ctrl-C again ends at once")
 
     def _take_notice(self) -> bool:
         """Handles SIGTERM in a `terminable` block; returns False if it is this host's second, or outside of such a block.

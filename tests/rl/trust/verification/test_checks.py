@@ -136,7 +136,10 @@ def test_a_rollout_may_end_where_the_model_does():
         (lambda: make(temperature=0.9), "temperature: expected 1.0, got 0.9"),
         (lambda: make(versions=np.zeros(6, np.int32)), "versions: 0 is older than 1"),
         (lambda: make(versions=np.full(6, 3, np.int32)), "versions: 3 is newer than 2"),
-        (lambda: make(versions=np.array([2, 2, 2, 2, 1, 1], np.int32)), "versions: versions decrease along the sequence"),
+        (
+            lambda: make(versions=np.array([2, 2, 2, 2, 1, 1], np.int32)),
+            "versions: versions decrease along the sequence",
+        ),
         (lambda: make(output=range(7), finish="length"), "length: 7 sampled tokens, at most 6"),
         (
             lambda: make(

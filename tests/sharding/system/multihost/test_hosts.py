@@ -250,14 +250,15 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
         assert ("Traceback" in err) == (case == "bug" and index == host), err  # a bug keeps it, on its own host
 
 
-def test_a_process_alone_notices_one_signal_per_run():
-    alone, before = hosts.Hosts(), signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_alone_notices_one_signal_per_run(number, capsys):
+    alone, before = hosts.Hosts(), signal.getsignal(number)
     for _ in range(2):
         with pytest.raises(failure.Terminated), alone.terminable():
-            signal.raise_signal(signal.SIGTERM)
-            assert alone.is_terminating
+            signal.raise_signal(number)
+            assert alone.is_terminating and ("Ctrl-C again" in capsys.readouterr().err) == (number == signal.SIGINT)
             raise failure.Terminated("step 7")
-        assert not alone.is_terminating and signal.getsignal(signal.SIGTERM) == before
+        assert not alone.is_terminating and signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize(
