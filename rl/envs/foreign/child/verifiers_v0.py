@@ -23,7 +23,11 @@ def load(target, options):
 
 
 def _note_unnamed(target, options):
-    parameters = inspect.signature(pkgutil.resolve_name(f"{target}:load_environment")).parameters.values()
+    module = target.replace("-", "_").split("/")[-1]  # as verifiers finds it
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(f"{module}:load_environment")).parameters.values()
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return  # verifiers says what is wrong with it
     named = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
     unnamed = ", ".join(name for name in options if name not in named)
     if unnamed and len(named) < len(parameters):  # otherwise the call fails
