@@ -137,5 +137,8 @@ def summary(workdir: pathlib.Path) -> list[str]:
     if not entries:
         return []
     names = [name for name in entries[-1]["scores"] if name != "num_tasks" and name in entries[0]["scores"]]
-    shown = lambda entry, name: f"{entry['scores'][name]:.3f} (version {entry['step']})"  # noqa: E731
-    return [f"held-out {name}: {shown(entries[0], name)} -> {shown(entries[-1], name)}" for name in names]
+    return [f"held-out {name}: {_shown(entries[0], name)} -> {_shown(entries[-1], name)}" for name in names]
+
+
+def _shown(entry: dict, name: str) -> str:
+    return f"{entry['scores'][name]:.3f} (version {entry['step']})"

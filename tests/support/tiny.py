@@ -34,7 +34,10 @@ def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:
 def drawn(specs, seed: int, scale: float):
     """Returns the tree of `specs` with normal numbers of that standard deviation, float32."""
     rng = np.random.default_rng(seed)
-    draw = lambda spec: (rng.standard_normal(spec.shape) * scale).astype(np.float32)  # noqa: E731
+
+    def draw(spec):
+        return (rng.standard_normal(spec.shape) * scale).astype(np.float32)
+
     return jax.tree.map(draw, specs, is_leaf=rules.is_spec)
 
 

@@ -92,7 +92,7 @@ class Run:
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
     env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
     player: Player | None = None  # of an environment with episodes of several calls
-    vine: Mapping[str, Any] | None = None  # options of continuations (continuations.py); None: none
+    vine: Mapping[str, Any] | None = None  # options of rl/learning/algorithms/continuations.py; None: none
 
     @functools.cached_property
     def task(self) -> Callable[[int, str], tuple[environment.Task, list[int]]]:

@@ -20,7 +20,7 @@ MAX_EVENT_BYTES = 2**16
 MAX_AMOUNT = 2**53  # exact in JSON readers whose numbers are doubles
 NODE_KINDS = ("join", "stake", "submit")  # signed by the worker itself, which the ledger calls node
 VALIDATOR_KINDS = ("accept", "invalidate", "slash", "eject")
-# Of a training run, signed by the keeper (rl/protocol/ledger/run_rules.py has their rules).
+# Events of a training run, which its keeper signs; rl/protocol/ledger/run_rules.py has their rules.
 WORKER_KINDS = ("invite", "lease", "submission", "refusal", "naming")  # node is the worker
 RUN_KINDS = (*WORKER_KINDS, "resume", "appoint", "verdict", "batch", "publish")  # in the rest, node is the keeper
 MAX_STEPS = 4096  # of one naming

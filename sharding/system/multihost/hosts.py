@@ -115,7 +115,7 @@ class Hosts:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif number == signal.SIGINT:
-            cli.note("saves a checkpoint at the end of this step, and ends; Ctrl-C again ends at once")
+            cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
 
     def _take_notice(self) -> bool:
         """Handles SIGTERM in a `terminable` block; returns False if it is this host's second, or outside of such a block.

@@ -27,7 +27,7 @@ def _note_unnamed(target, options):
     try:
         parameters = inspect.signature(pkgutil.resolve_name(f"{module}:load_environment")).parameters.values()
     except (ImportError, AttributeError, ValueError, TypeError):
-        return  # verifiers says what is wrong with it
+        return  # the call of verifiers raises its own error
     named = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
     unnamed = ", ".join(name for name in options if name not in named)
     if unnamed and len(named) < len(parameters):  # otherwise the call fails

@@ -21,7 +21,9 @@ from tests.support.lying_upstream import Behavior
 
 TRUSTED = proxy.public(proxy.KEY)
 QUICK = range_get.Options(patience_s=4.0, connect_s=1.0, stall_s=2.0)
-HONEST_S = 30.0  # for the honest newest version beside any liar, on a busy machine; alone it takes less than one
+HONEST_S = (
+    30.0  # for the newest version of the honest upstream, on a busy machine; on an idle one it takes less than one
+)
 
 
 @pytest.fixture
