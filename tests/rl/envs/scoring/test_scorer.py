@@ -191,7 +191,7 @@ def test_a_malformed_or_missing_reply_costs_itself_alone(orders, monkeypatch, re
 def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs.scoring import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
-    config = {"name": "orders", "options": {}, "seed": 0, "limit_s": 1}
+    config = {"name": "orders", "options": {}, "seed": 0, "limit_s": 1, "digest": ""}
     waiting = scorer.Child(scorer.COMMAND, config, title="", remedy="")
     assert waiting.exchange({"index": 0, "split": "train", "completions": ["wait"]}, 30) == {}
     waiting.end()
