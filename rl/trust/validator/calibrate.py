@@ -62,18 +62,19 @@ def roll_out(
     groups: Sequence[lease.Lease],
     key: rollout_lib.WorkerKey,
     *,
+    mesh: jax.sharding.Mesh | None = None,
     change: Callable = lambda request: request,
 ) -> list[rollout_lib.Rollout]:
     """Generates, scores, and signs rollouts as an honest worker does, in this process. Returns them group by group.
 
-    The rollouts claim to be of policy `version`. `change` alters each request to the engine but not the rollouts' claims, so that
-    tests can cheat.
+    `params` are on `mesh`, or on the first device. The rollouts claim to be of policy `version`. `change` alters each request to the
+    engine but not the rollouts' claims, so that tests can cheat.
     """
     config = exp.config
     options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
     sampling = {name: config.sampling[name] for name in ("max_tokens", "top_k", "top_p", "min_p")}
-    engine = engine_lib.Engine(exp.model, exp.engine, exp.tokenizer)
+    engine = engine_lib.Engine(exp.model, exp.engine, exp.tokenizer, mesh)
     scores = None  # of the first calls of episodes, which have none
     if env.play is None:
         own = {"limit_s": scorer.LIMIT_S, "sandbox": config.trust.sandbox}
@@ -197,6 +198,7 @@ def variant_rollouts(
     step: int = 1,
 ) -> list[rollout_lib.Rollout] | None:
     """Generates `count` honest rollouts of the tasks from `step` on with `variant`, a value of VARIANTS. Returns None if the machine has too few devices for its mesh."""
+    mesh = None
     if axes := variant.get("mesh"):
         num_devices = math.prod(axes.values())
         if jax.device_count() < num_devices:
@@ -217,7 +219,7 @@ def variant_rollouts(
     out = []
     for env, own in by_env.items():
         config = config_dict.FrozenConfigDict(env_mix.alone(exp.config, env)) if env else exp.config
-        out += roll_out(dataclasses.replace(changed, config=config), params, version, own, key)
+        out += roll_out(dataclasses.replace(changed, config=config), params, version, own, key, mesh=mesh)
     return out[:count]
 
 

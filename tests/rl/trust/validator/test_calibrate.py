@@ -33,27 +33,22 @@ def test_calibrated_limits_hold_what_was_measured(tmp_path):
             run_bands.load(tmp_path / "bad.json")
 
 
-@pytest.mark.slow
-def test_a_mesh_is_a_variant(monkeypatch):
-    exp = doubles.experiment(prompts=2)
-    variant = calibrate.VARIANTS["tensor_parallel"]
-    rollouts = calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE)
-    assert all(v.accepted for v in doubles.make_validator(prompts=2).check_with_weights(rollouts))
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE) is None
-
-
 def test_the_calibrate_command(tmp_path, capsys, monkeypatch):
     cheats.write_run(tmp_path)
     command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "16"]
     limits, found = measurement.limits, []
     monkeypatch.setattr(measurement, "limits", lambda measured: found.extend(measured) or limits(measured))
-    assert commands.run("rl.validator", *command, "--variants", "same") == 0
-    assert "same: 16 rollouts" in capsys.readouterr().out
+    assert commands.run("rl.validator", *command, "--variants", "tensor_parallel") == 0
+    assert "tensor_parallel: 16 rollouts" in capsys.readouterr().out
     assert [len(group) for group in found[0].groups] == [8, 8]
+    assert found[0].numbers()["error_1"] < 1e-4
     body = json.loads((tmp_path / "bands.json").read_text())
     assert body["measured"]["policies"][0]["version"] == 4 and run_bands.load(tmp_path / "bands.json")
     assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        assert commands.run("rl.validator", *command, "--variants", "tensor_parallel") == 1
+    assert "all need more than 1 devices" in capsys.readouterr().err
     assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
     # refused before anything is generated
     for mistake in (["--rollouts", "15"], ["--out", str(tmp_path / "no" / "x")]):
