@@ -8,6 +8,7 @@ folder imports jax, so a rollout worker starts in about a second.
 import contextlib
 import dataclasses
 import inspect
+import os
 import pathlib
 import sys
 import types
@@ -192,15 +193,9 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
                 f"environment {name!r} does not exist{text_lib.hint(kind, known)}; choose one of {', '.join(known)}, {own}"
             )
         located = user_code.locate(entries[0].value) if entries else _located("env.name", name, folders)
-    found = dict(options)
-    for option, path in _paths(options).items():
-        try:
-            found[option] = str(user_code.find(path, folders))
-        except ValueError as error:  # `load` reports it, too
-            if folders is not None:
-                raise ValueError(f"env.options.{option} = {error}") from None
-    if reward := _reward(kind, options):
-        found["reward"] = _located("env.options.reward", reward, folders)
+    found = _located_options(kind, options, folders)
+    if _is_dict(steps := options.get("ladder")):  # else `load` refuses it
+        found["ladder"] = {option: _located_levels(kind, option, values, folders) for option, values in steps.items()}
     return located, found
 
 
@@ -227,14 +222,15 @@ def digest(name: str, options: dict) -> str:
     """Returns the SHA-256 (hex) over the code and data of an environment with located name and options, by which processes agree on it."""
     kind = name.partition(":")[0]
     if kind in package_lib.FRAMEWORKS:
-        data = [files for path in _paths(options).values() for files in user_code.files_in(pathlib.Path(path)).items()]
+        paths = [path for each in (options, *_levels(options)) for path in _paths(each).values()]
+        data = [files for path in paths for files in user_code.files_in(pathlib.Path(path)).items()]
         return package_lib.digest(package_lib.find(name), options, data)
     shipped, version = ENVS.get(kind), ""
     if shipped:
         files = [(file.name, file) for file in sorted(_files_of(sys.modules[shipped.build.__module__]))]
     else:
         files = [*user_code.code_files(name).items()]
-    if reward := _reward(kind, options):
+    for reward in _rewards(kind, options):
         files += user_code.code_files(reward).items()
     package, read = (shipped.package, shipped.files) if shipped else ("", user_code.files_in)
     if kind == "dataset" and options.get("reward") in rewards.WITH_MATH_VERIFY:
@@ -244,9 +240,10 @@ def digest(name: str, options: dict) -> str:
             version = f"{package} {metadata.version(package)}"
     for module in dict.fromkeys(WRAPPERS[name] for name in sorted(options) if name in WRAPPERS):
         files += [(f"wrappers/{file.name}", file) for file in sorted(_files_of(module))]
-    for option, path in _paths(options).items():
-        data = user_code.files_in if option in WRAPPERS else read
-        files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
+    for each in (options, *_levels(options)):
+        for option, path in _paths(each).items():
+            data = user_code.files_in if option in WRAPPERS else read
+            files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
     return user_code.digest(files, version)
 
 
@@ -261,9 +258,45 @@ def check_digest(name: str, found: str, expected: str) -> None:
 def folders(name: str, options: dict) -> list[str]:
     """Returns the folders that another process of this machine must be allowed to read (`locate`) for a located name and options."""
     kind = name.partition(":")[0]
-    code = [name if kind not in ENVS else "", _reward(kind, options)]
-    own = [folder for each in filter(None, code) for folder in user_code.folders_of(each)]
-    return [*dict.fromkeys([*own, *(str(pathlib.Path(path).parent) for path in _paths(options).values())])]
+    code = [name] * (kind not in ENVS) + _rewards(kind, options)
+    own = [folder for each in code for folder in user_code.folders_of(each)]
+    paths = [path for each in (options, *_levels(options)) for path in _paths(each).values()]
+    if kind in package_lib.FRAMEWORKS:
+        paths += filter(os.path.exists, package_lib.absolute_paths(options))
+    return [*dict.fromkeys([*own, *(str(pathlib.Path(path).parent) for path in paths)])]
+
+
+def _located_levels(kind: str, option: str, values: Any, folders: user_code.Folders) -> Any:
+    """Returns the values of an option that `ladder` sets, one per level, each as `_located_options` does."""
+    if not isinstance(values, list | tuple):
+        return values
+    return [_located_options(kind, {option: value}, folders)[option] for value in values]
+
+
+def _located_options(kind: str, options: dict, folders: user_code.Folders) -> dict:
+    """Returns options with absolute paths for code and data. Raises ValueError as `locate` does."""
+    found = dict(options)
+    for option, path in _paths(options).items():
+        try:
+            found[option] = str(user_code.find(path, folders))
+        except ValueError as error:  # `load` reports it, too
+            if folders is not None:
+                raise ValueError(f"env.options.{option} = {error}") from None
+    if reward := _reward(kind, options):
+        found["reward"] = _located("env.options.reward", reward, folders)
+    if folders is not None and kind in package_lib.FRAMEWORKS:
+        inside = [pathlib.Path(folder).resolve() for folder in folders]
+        own = [(name, value) for name, value in found.items() if name != "ladder"]
+        named = [(name, path) for name, value in own for path in package_lib.absolute_paths(value)]
+        for option, path in named:  # its process would see them (rl/envs/foreign/isolation.py)
+            if os.path.exists(path) and not any(pathlib.Path(path).resolve().is_relative_to(one) for one in inside):
+                text = f"env.options.{option} has the path {path!r} of this machine"
+                raise ValueError(f"{text}, which is in no folder of --code; add the folder that has it")
+    return found
+
+
+def _is_dict(value: Any) -> bool:
+    return hasattr(value, "items")
 
 
 def _located(field: str, name: str, folders: user_code.Folders) -> str:
@@ -277,6 +310,18 @@ def _reward(kind: str, options: dict) -> str:
     """Returns the name of the user's function that scores a dataset, or ""."""
     reward = str(options.get("reward", "")) if kind == "dataset" else ""
     return reward if user_code.is_name(reward) else ""
+
+
+def _rewards(kind: str, options: dict) -> list[str]:
+    """Returns the names of the user's functions that score a dataset, those of all levels."""
+    return [reward for each in (options, *_levels(options)) if (reward := _reward(kind, each))]
+
+
+def _levels(options: dict) -> list[dict]:
+    """Returns each option that the wrapper `ladder` sets, with its value at each level."""
+    steps = options.get("ladder")
+    lists = [(name, of) for name, of in steps.items() if isinstance(of, list | tuple)] if _is_dict(steps) else []
+    return [{name: value} for name, values in lists for value in values]
 
 
 def _paths(options: dict) -> dict[str, str]:

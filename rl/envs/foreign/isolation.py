@@ -13,7 +13,7 @@ import functools
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.envs.packages import package as package_lib
@@ -40,7 +40,7 @@ def command(package: package_lib.Package, options: Mapping[str, Any], folder: st
     python = pathlib.Path(package.python)
     prefixes = [str(one.parents[1]) for one in (python, python.resolve())]
     seen = [*SETTINGS, *prefixes, *package.folders, *package.paths, str(package_lib.ADAPTERS), socket]
-    seen += [text for text in _texts([package.variables, options]) if os.path.isabs(text)]
+    seen += package_lib.absolute_paths([package.variables, options])
     for path in dict.fromkeys(seen):
         mounts += ["--ro-bind-try", path, path]
     for path in caches(os.environ):
@@ -79,14 +79,6 @@ def problem() -> str:
     probe = ["unshare", "--user", "--map-current-user", "--net", "--mount", "--pid", "--fork", "true"]
     done = subprocess.run([*_prefix(), *mounts, "--", *probe], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else " ".join(done.stderr.split())[-200:] or f"status {done.returncode}"
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | Sequence):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)
 
 
 def _prefix() -> list[str]:

@@ -18,7 +18,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -127,6 +127,15 @@ class Foreign:
     package: Package
     options: Mapping[str, Any]
     seed: int
+
+
+def absolute_paths(value: Any) -> Iterator[str]:
+    """Yields the texts in options, or in a part of them, that are absolute paths, whether or not there is such a file."""
+    if isinstance(value, str):
+        yield from [value] * os.path.isabs(value)
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from absolute_paths(part)
 
 
 def digest(package: Package, options: Mapping[str, Any], data: Iterable[tuple[str, pathlib.Path]] = ()) -> str:

@@ -20,6 +20,8 @@ def levels(steps: Mapping[str, Sequence], options: Mapping) -> list[dict]:
     if len(lengths) != 1 or not 1 < min(lengths) <= MAX_LEVELS:
         found = f"env.options.ladder = {steps!r} must give each option the same number of values, 2 to {MAX_LEVELS}"
         raise ValueError(f"{found}; write dict(OPTION=(easy, ..., hard))")
+    if "ladder" in steps:  # whose files nothing would have checked
+        raise ValueError("env.options.ladder has a ladder of its own; write one ladder, with all options and levels")
     if twice := sorted(steps.keys() & options.keys()):
         raise ValueError(f"env.options.{twice[0]} is also in env.options.ladder; remove one of them")
     return [{name: values[level] for name, values in steps.items()} for level in range(min(lengths))]

@@ -3,6 +3,7 @@
 import doctest
 import itertools
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -222,6 +223,45 @@ def test_a_stranger_names_no_code(name):
     with pytest.raises(ValueError, match="does not exist|has no dataset|has no variants"):
         found, options = envs.locate(name, {}, ())
         envs.load(found, **options)
+
+
+def test_a_stranger_names_no_file(tmp_path):
+    """Attack: a run's options read the worker's files through `ladder`, ran cProfile.run on a completion, and put "/" into a sandbox."""
+    file = str(tmp_path / "rows.jsonl")
+    pathlib.Path(file).write_text('{"prompt": "of this machine", "answer": "1"}\n' * 2)
+    deep = {"ladder": [{"path": (file, file)}] * 2}
+    for name, options in (
+        ("dataset", {"path": file}),
+        ("dataset", {"ladder": {"path": (file, file)}}),
+        ("dataset", {"ladder": deep}),
+        ("dataset", {"ladder": {"reward": ("cProfile:run", "cProfile:run")}}),
+        ("gsm8k", {"solve_rate": (0, 1), "ladder": {"solve_rates_path": (file, file)}}),
+        ("verifiers:wordle", {"system_prompt": "/"}),
+        ("verifiers:wordle", {"files": [{"of": file}]}),
+        ("verifiers:wordle", {"ladder": {"files": (file, file)}}),
+    ):
+        with pytest.raises(ValueError, match="--code|ladder of its own"):
+            found, located = envs.locate(name, options, ())
+            envs.load(found, **located)
+    # From a folder that the owner names, and in an own run.
+    for folders in ((tmp_path,), None):
+        wanted = file if folders is None else "/elsewhere/rows.jsonl"
+        _, options = envs.locate("dataset", {"ladder": {"path": (wanted, wanted)}}, folders)
+        assert options == {"ladder": {"path": [file, file]}} and envs.folders("dataset", options) == [str(tmp_path)]
+        assert envs.load("dataset", **options).num_tasks
+    options = {"system_prompt": "/no_think", "files": [file]}
+    assert envs.locate("verifiers:wordle", options, (tmp_path,))[1] == options
+    assert envs.folders("verifiers:wordle", options) == [str(tmp_path)]
+
+
+def test_the_digest_covers_the_data_of_all_levels(tmp_path):
+    digests = set()
+    for rows in (1, 2):
+        options = {"ladder": {"path": [str(tmp_path / "0.jsonl"), str(tmp_path / "1.jsonl")]}}
+        for path in options["ladder"]["path"]:
+            pathlib.Path(path).write_text('{"prompt": "p", "answer": "1"}\n' * rows)
+        digests.add(envs.digest("dataset", options))
+    assert len(digests) == 2
 
 
 def test_reasoning_gym_is_optional(monkeypatch):
