@@ -110,8 +110,13 @@ class Measured:
         return {"rollouts": self.num_rollouts, "tokens": len(error_N), "error_mean": float(error_N.mean())} | found
 
 
-def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all variants keep."""
+def limits(
+    measured: Sequence[Measured], most: rules_lib.Tolerance | None = None
+) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
+    """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all variants keep.
+
+    None is looser than in `most`, by which the rollouts were accepted: a tail that is carried on from values near a limit would be.
+    """
     named = [m for m in measured if not m.is_unnamed] or measured
     error_N, doubt_N = (np.concatenate([getattr(m, name) for m in named]) for name in ("error_N", "doubt_N"))
     floor = _floor(error_N, doubt_N)
@@ -122,8 +127,11 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
         "routing": ROUTING_SAFETY * max(m.routing for m in named),
     }
     limit = {name: max(least, limit[name]) for name, least in LEAST.items()}
+    if most:
+        limit = {name: min(value, getattr(most, name)) for name, value in limit.items()}
     proofs = _proof_limits(np.concatenate([np.array(m.proofs).reshape(-1, 3) for m in measured]))
     flips = max((_flips(m, limit, floor) for m in measured if m.is_unnamed), default=0.0)
+    flips = min(flips, most.flips) if most else flips
     tolerance = rules_lib.Tolerance(**limit, floor=floor, max_wrong_tokens=0, proofs=proofs, flips=flips)
     # Honest tilts scatter far more than rounding biases them, so their mean cannot be measured. Rounding that moves log p
     # by r at random biases the mean of (q/p), q ~ p^b, by about (b r)^2 / 2 per token; log-probabilities show r.

@@ -94,12 +94,14 @@ class RunBands:
         """Adds accepted replays to the measurement, if it goes on. Returns True if they complete it.
 
         Only rollouts of workers in `measured_from` are measured. A stranger could choose among the samples of an own server, and an
-        invited worker may use a server that is only registered.
+        invited worker may use a server that is only registered. Own workers may use one, too, whose samples are left out: there are own ones.
         """
         if not self.is_measuring:
             return False
+        self.measured.is_unnamed = self.loosest.flips > 0
         for one in replayed:
-            if one.rollout.worker in self.measured_from and one.rollout.temperature > 0:
+            is_own = not self.own or one.rollout.server in ("", *self.own)
+            if is_own and one.rollout.worker in self.measured_from and one.rollout.temperature > 0:
                 self.measured.add(one)
         if self.measured.num_rollouts < MIN_ROLLOUTS or len(self.measured.groups) < MIN_GROUPS:
             return False
@@ -112,7 +114,7 @@ class RunBands:
 
     def _measure(self, file: pathlib.Path) -> None:
         """Writes the file by the replays that were added. After an OSError nothing has changed, and the next replays measure again."""
-        tolerance, bands = measurement.limits([self.measured])
+        tolerance, bands = measurement.limits([self.measured], self.loosest if self.own else self.tolerance)
         try:
             measurement.check_other_texts(tolerance.proofs, [self.measured])
         except ValueError:  # a few massive channels; the paper's limits are for those

@@ -23,9 +23,9 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(run_bands, "MIN_ROLLOUTS", 16)
     monkeypatch.setattr(run_bands, "MIN_GROUPS", 2)
 
-    def one(own=(doubles.NODE.worker,), dtype="float32", servers=(), invited=()):
+    def one(own=(doubles.NODE.worker,), dtype="float32", servers=(), invited=(), experts=0):
         config, lines, flagged = config_dict.ConfigDict(doubles.experiment(dtype, 2).config), [], []
-        config.topology.workers = invited
+        config.topology.workers, config.model.num_experts = invited, experts
         bands = run_bands.RunBands.of(config, tmp_path, own=own, on_note=lines.append)
         options = {"own": own, "convicts": bands.bands is not None, "on_flagged": lambda *of: flagged.append(of)}
         options["servers"] = servers
@@ -113,6 +113,38 @@ def test_a_run_measures_what_its_workers_hand_in_whatever_server_signs_it(make, 
     assert bands.is_measuring and not bands.measured.num_rollouts
     assert all(verdict.accepted for verdict in validator.check_with_weights(signed))
     assert not bands.is_measuring and not {node, STRANGER.worker} & validator.evidence.tests.keys()
+
+
+def test_a_registered_server_takes_no_part_in_the_measurement_through_an_own_worker(make):
+    """Attack: own workers use registered servers, too. One that errs up to the loose limits would set those of all strangers."""
+    server, node = rollout_lib.WorkerKey.generate().worker, doubles.NODE.worker
+    bands, validator, *_ = make(own=(node, "5e" * 32), servers=(server, "5e" * 32))
+    signed = [dataclasses.replace(r, server=server, server_signature=bytes(64)) for r in honest()]
+    assert all(verdict.accepted for verdict in validator.check_with_weights(signed)) and not bands.measured.groups
+
+
+@pytest.mark.parametrize("is_invited", [False, True])
+def test_no_measured_limit_is_looser_than_those_that_accepted_the_rollouts(make, is_invited):
+    """Attack: 12 tokens that err by 9e-4. A tail that is carried on from them to a chance of 1e-9 would let strangers err by 9e-3."""
+    node = doubles.NODE.worker
+    bands, validator, *_ = make(own=() if is_invited else (node,), invited=(node,) if is_invited else ())
+    wrong = []
+    for rollout in honest():
+        logprobs = rollout.logprobs.copy()
+        logprobs[-1] -= 9e-4 * (rollout.sample < 6)
+        wrong.append(dataclasses.replace(rollout, logprobs=logprobs))
+    loosest = bands.tolerance if is_invited else bands.loosest
+    assert all(verdict.accepted for verdict in validator.check_with_weights(wrong)) and not bands.is_measuring
+    assert bands.tolerance.margin <= loosest.margin and bands.tolerance.logprob <= loosest.logprob
+    assert (bands.tolerance.logprob == 1e-3) == is_invited
+
+
+def test_a_run_whose_rollouts_name_no_experts_measures_how_many_tokens_flip(make):
+    """Else one flipped token that errs by a nat would be carried on to a limit that any token keeps."""
+    bands, validator, *_ = make(experts=8)
+    assert bands.tolerance.flips == run_bands.LOOSE_FLIPS
+    assert all(verdict.accepted for verdict in validator.check_with_weights(honest())) and not bands.is_measuring
+    assert 0 < bands.tolerance.flips < run_bands.LOOSE_FLIPS
 
 
 def test_statistics_do_not_end_a_run_by_its_own_workers(make):
