@@ -140,7 +140,7 @@ def serve(args: argparse.Namespace) -> int:
         own = [rollout_lib.WorkerKey.load(file).worker for file in keys]
         bands = run_bands.RunBands.of(config, workdir, own=own, file=args.bands or "", on_note=note)
         evidence = evidence_log.EvidenceLog.of(
-            config, bands.bands, convicts=bands.convicts, on_flagged=lambda node, line: note(line)
+            config, bands.bands, own=own, convicts=bands.convicts, on_flagged=lambda node, line: note(line)
         )
         checker = verifier.Verifier(experiment.model, pull, rules, evidence, bands)
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))

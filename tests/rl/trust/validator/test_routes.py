@@ -8,8 +8,10 @@ import time
 import types
 
 import httpx
+import numpy as np
 import pytest
 
+from inference.rollouts import rollout as rollout_lib
 from rl.envs.scoring import scorer
 from rl.experiment import workdir as run_directory
 from rl.trust.validator import routes
@@ -95,9 +97,10 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(stand):
 def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     exp = doubles.experiment(prompts=2)
     config = json.loads(exp.config.to_json())
-    config["topology"]["server_keys"] = ["5e" * 32]
+    config["topology"]["server_keys"], config["trust"]["bands"] = ["5e" * 32], ""
     (tmp_path / "config.json").write_text(json.dumps({"config": config}))
     closed, pulled, key = [], [], run_directory.signing_key(tmp_path).worker
+    own = rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker0")).worker
     made, judge = [], routes.judge_lib.Judge
     monkeypatch.setattr(
         routes.judge_lib, "Judge", lambda own, *a, **options: made.append(own) or judge(own, *a, **options)
@@ -120,6 +123,12 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     vouched = [dataclasses.replace(one, server="5e" * 32) for one in file_validator.group()]
     # A worker does not answer for the claims of a registered server.
     assert {one.worker for one in checker.evidence.attributed(vouched)} == {"5e" * 32}
+    # Statistics notify of the run's own workers, and convict strangers.
+    claims = [dataclasses.replace(one, logprobs=one.logprobs - one.sampled_mask) for one in file_validator.group()]
+    claims = [dataclasses.replace(one, logprobs=one.logprobs.astype(np.float32)) for one in claims]
+    for worker, expected in ((own, "ok"), ("0" * 64, "statistics")):
+        found = checker.evidence.add_claims([dataclasses.replace(one, worker=worker) for one in claims])
+        assert {verdict.reason for verdict in found} == {expected}
     with contextlib.suppress(AttributeError):  # the false pull returns nothing with params
         checker.check_groups_with_weights([[dataclasses.replace(one, versions=one.versions + 3) for one in vouched]])
     assert pulled == [(("http://relay:1", 3), {"base": None, "key": key, "digest": ""})]
