@@ -34,7 +34,7 @@ from rl.envs.scoring import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.learning.algorithms import advantages
-from rl.protocol import env_mix, lease, task_schedule
+from rl.protocol import env_mix, lease, task_schedule, user_code
 from rl.trust.verification import measurement, run_bands, verifier
 from rl.trust.verification import rules as rules_lib
 from sharding.mesh import mesh as mesh_lib
@@ -233,7 +233,7 @@ def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> exp
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
     saved = json.loads(file.read_text())["config"]
-    if saved["rl"]["loss_function"]:
+    if saved["rl"]["loss_function"] or user_code.is_name(saved["rl"]["loss"]):
         saved["rl"] |= {"loss": "cross_entropy", "loss_function": None}
         saved["loss_options"] = {"cross_entropy": {}}
     for section in (saved["rl"], *saved["envs"].values()):

@@ -63,7 +63,11 @@ def test_the_calibrate_command(tmp_path, capsys, monkeypatch):
     assert "is not a directory" in capsys.readouterr().err
     own, saved = tmp_path / "weights" / "own_code.py", json.loads((tmp_path / "config.json").read_text())
     own.write_text("import pathlib\n\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
-    saved["config"]["env"] |= {"name": f"{own}:build", "digest": ""}  # code of a stranger's run
+    own_loss = saved["config"] | {"rl": saved["config"]["rl"] | {"loss": f"{own}:loss"}}  # code of a stranger's run
+    (tmp_path / "config.json").write_text(json.dumps({"config": own_loss}))
+    assert calibrate.load_experiment(tmp_path).config.rl.loss == "cross_entropy"
+    assert not own.with_suffix(".ran").exists()
+    saved["config"]["env"] |= {"name": f"{own}:build", "digest": ""}
     (tmp_path / "config.json").write_text(json.dumps(saved))
     assert commands.run("rl.validator", *command) == 1
     assert "give the folder that has it with --code" in capsys.readouterr().err and not own.with_suffix(".ran").exists()
