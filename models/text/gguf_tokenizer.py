@@ -95,7 +95,7 @@ def _split(metadata: dict[str, Any]) -> Split:
     model, rule = _entry(metadata, "model", str), metadata.get(PREFIX + "pre")
     if model != "gpt2":
         raise ValueError(f"{PREFIX}model {model!r} is not supported, only 'gpt2', a byte-level BPE")
-    if rule not in SPLITS:
+    if not isinstance(rule, str) or rule not in SPLITS:
         raise ValueError(f"{PREFIX}pre {rule!r} is not supported, only {', '.join(SPLITS)}")
     return SPLITS[rule]
 

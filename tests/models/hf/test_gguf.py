@@ -299,6 +299,7 @@ def test_the_tokenizer_is_the_checkpoints(tmp_path, rule):
     [
         ({"model": "llama"}, "tokenizer.ggml.model 'llama' is not supported, only 'gpt2'"),
         ({"pre": "new-bpe"}, "tokenizer.ggml.pre 'new-bpe' is not supported, only gpt-2, smollm"),
+        ({"pre": ["smollm"]}, "tokenizer.ggml.pre ['smollm'] is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["a b c"]}, "merges joins 'a' and 'b c'"),
