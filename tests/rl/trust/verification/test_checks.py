@@ -140,6 +140,10 @@ def test_a_rollout_may_end_where_the_model_does():
             lambda: make(versions=np.array([2, 2, 2, 2, 1, 1], np.int32)),
             "versions: versions decrease along the sequence",
         ),
+        (
+            lambda: make(versions=np.array([1, 2, 2, 2, 2, 2], np.int32)),
+            "versions: several versions prefilled the prompt before token 3",
+        ),
         (lambda: make(output=range(7), finish="length"), "length: 7 sampled tokens, at most 6"),
         (
             lambda: make(
