@@ -115,7 +115,9 @@ class Hosts:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif number == signal.SIGINT:
-            cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
+            # The terminal may be gone, or a line is being printed just now.
+            with contextlib.suppress(OSError, RuntimeError):
+                cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
 
     def _take_notice(self) -> bool:
         """Handles SIGTERM in a `terminable` block; returns False if it is this host's second, or outside of such a block.

@@ -3,6 +3,7 @@
 The fast tests fork processes of a program that has imported `sharding.system.multihost.hosts` once; no JAX backend is started in them.
 """
 
+import io
 import json
 import pathlib
 import signal
@@ -259,6 +260,34 @@ def test_a_process_alone_notices_one_signal_per_run(number, capsys):
             assert alone.is_terminating and ("Ctrl-C again" in capsys.readouterr().err) == (number == signal.SIGINT)
             raise failure.Terminated("step 7")
         assert not alone.is_terminating and signal.getsignal(number) == before
+
+
+def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
+    """Ctrl-C while a line is being printed, as to a terminal that Ctrl-S has stopped, and after `2>&1 | head` has ended."""
+    alone = hosts.Hosts()
+
+    class Terminal(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not alone.is_terminating:
+                signal.raise_signal(signal.SIGINT)
+            return len(data)
+
+    class Gone(io.TextIOBase):
+        def write(self, text):
+            raise BrokenPipeError
+
+    for stderr in (io.TextIOWrapper(io.BufferedWriter(Terminal())), Gone()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with pytest.raises(failure.Terminated), alone.terminable():
+            if isinstance(stderr, Gone):
+                signal.raise_signal(signal.SIGINT)
+            else:
+                print("step 7", file=stderr, flush=True)
+            assert alone.is_terminating
+            raise failure.Terminated("step 7")
 
 
 @pytest.mark.parametrize(
