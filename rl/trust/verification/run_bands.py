@@ -47,6 +47,7 @@ class RunBands:
     file: pathlib.Path | None = None  # to be written after the measurement; None: nothing is measured
     numerics: dict[str, str] = dataclasses.field(default_factory=dict)
     measured_from: frozenset[str] = frozenset()  # public keys
+    has_other_servers: bool = False  # than those in `own`: registered ones, which may serve some calls of an episode
     on_note: Callable[[str], None] = lambda line: None
     measured: measurement.Measured = dataclasses.field(default_factory=measurement.Measured)
 
@@ -68,6 +69,7 @@ class RunBands:
             return cls(*found, loosest, own, on_note=on_note)
         path, expected, from_keys = workdir / FILE, numerics(config), own or frozenset(config.topology.workers)
         options = {"numerics": expected, "measured_from": from_keys, "on_note": on_note}
+        options["has_other_servers"] = not own.issuperset(config.topology.server_keys)
         if path.is_file():
             found = _numerics_of(path)
             if found == expected:
@@ -94,13 +96,13 @@ class RunBands:
         """Adds accepted replays to the measurement, if it goes on. Returns True if they complete it.
 
         Only rollouts of workers in `measured_from` are measured. A stranger could choose among the samples of an own server, and an
-        invited worker may use a server that is only registered. Own workers may use one, too, whose samples are left out: there are own ones.
+        invited worker may use a server that is only registered. Own workers may use one, too. Then samples count that an own one signed.
         """
         if not self.is_measuring:
             return False
         self.measured.is_unnamed = self.loosest.flips > 0
         for one in replayed:
-            is_own = not self.own or one.rollout.server in ("", *self.own)
+            is_own = one.rollout.server in self.own or not (self.own and self.has_other_servers)
             if is_own and one.rollout.worker in self.measured_from and one.rollout.temperature > 0:
                 self.measured.add(one)
         if self.measured.num_rollouts < MIN_ROLLOUTS or len(self.measured.groups) < MIN_GROUPS:

@@ -25,7 +25,7 @@ def make(tmp_path, monkeypatch):
 
     def one(own=(doubles.NODE.worker,), dtype="float32", servers=(), invited=(), experts=0):
         config, lines, flagged = config_dict.ConfigDict(doubles.experiment(dtype, 2).config), [], []
-        config.topology.workers, config.model.num_experts = invited, experts
+        config.topology.workers, config.topology.server_keys, config.model.num_experts = invited, servers, experts
         bands = run_bands.RunBands.of(config, tmp_path, own=own, on_note=lines.append)
         options = {"own": own, "convicts": bands.bands is not None, "on_flagged": lambda *of: flagged.append(of)}
         options["servers"] = servers
@@ -119,8 +119,11 @@ def test_a_registered_server_takes_no_part_in_the_measurement_through_an_own_wor
     """Attack: own workers use registered servers, too. One that errs up to the loose limits would set those of all strangers."""
     server, node = rollout_lib.WorkerKey.generate().worker, doubles.NODE.worker
     bands, validator, *_ = make(own=(node, "5e" * 32), servers=(server, "5e" * 32))
-    signed = [dataclasses.replace(r, server=server, server_signature=bytes(64)) for r in honest()]
-    assert all(verdict.accepted for verdict in validator.check_with_weights(signed)) and not bands.measured.groups
+    for name in (server, ""):  # "": another one served other calls of the episode
+        signed = [dataclasses.replace(r, server=name, server_signature=bytes(64) * bool(name)) for r in honest()]
+        assert all(verdict.accepted for verdict in validator.check_with_weights(signed)) and not bands.measured.groups
+    signed = [dataclasses.replace(r, server="5e" * 32, server_signature=bytes(64)) for r in honest()]
+    assert all(verdict.accepted for verdict in validator.check_with_weights(signed)) and not bands.is_measuring
 
 
 @pytest.mark.parametrize("is_invited", [False, True])
