@@ -21,8 +21,18 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     from rl.experiment import command
 
     command.parse(is_complete=True)
+    from absl import flags
+
+    from rl.envs.foreign import early
+
+    begun = early.begin(flags.FLAGS.config)
+    if begun:
+        command.before_leaving(begun.close)
+else:
+    begun = None
 
 import contextlib
+import functools
 import pathlib
 import threading
 import time
@@ -37,6 +47,7 @@ from jax.experimental import multihost_utils
 from inference.server import metrics_routes, startup
 from models import hub
 from rl import running
+from rl.envs.foreign import process as process_lib
 from rl.envs.hub import tryout
 from rl.evaluation import scores
 from rl.experiment import command, experiment, initial, layout, redaction, report
@@ -61,14 +72,19 @@ from sharding.weights import bucket
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
 
-def main() -> None:
-    """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together."""
+def main(begun: process_lib.Beginning | None = None) -> None:
+    """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together.
+
+    `begun` is the result of `early.begin`.
+    """
     start_clock.mark("imports")
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
         workdir = bucket.local_folder(flags.FLAGS.workdir)
-        check(exp, mesh, hosts, is_begun=any(workdir.glob("checkpoints/[0-9]*")))
+        check(exp, mesh, hosts, is_begun=any(workdir.glob("checkpoints/[0-9]*")), begun=begun)
+        if begun:
+            begun.close()
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
                 run_directory.record_downloads(workdir, hub.commits())
@@ -155,11 +171,17 @@ def train(
 
 
 def check(
-    exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts, *, is_begun: bool = False
+    exp: experiment.Experiment,
+    mesh: jax.sharding.Mesh,
+    hosts: hosts_lib.Hosts,
+    *,
+    is_begun: bool = False,
+    begun: process_lib.Beginning | None = None,
 ) -> None:
     """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent.
 
-    A run that `is_begun` with several environments is not rehearsed: it may have left out an environment that no longer works.
+    A run that `is_begun` with several environments is not rehearsed: it may have left out an environment that no longer works. `begun`
+    is the process of its environment, if it was started.
     """
     config, topology = exp.config, exp.config.topology
     checks: list[Callable[[], object]] = [
@@ -174,7 +196,7 @@ def check(
     if hosts.is_first:
         checks += [
             lambda: config_rules.check_prompts(config, exp.tokenizer),
-            lambda: (is_begun and config.envs) or tryout.rehearse(config, exp.tokenizer, cli.note),
+            lambda: (is_begun and config.envs) or tryout.rehearse(config, exp.tokenizer, cli.note, begun),
             lambda: config_rules.check_tolerances(config),
             lambda: config_rules.check_stakes(config),
             lambda: config.trust.bands in ("", run_bands.AUTO) or run_bands.load(config.trust.bands),
@@ -281,4 +303,5 @@ def shown(values: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    with contextlib.closing(begun) if begun else contextlib.nullcontext():
+        command.run(functools.partial(main, begun))

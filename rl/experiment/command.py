@@ -26,6 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BAD_PATH = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 OUTSIDE = (*FULL_DISK, *BAD_PATH, errno.EIO)
+_before_leaving: list[Callable[[], object]] = []
 LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
 
 
@@ -49,6 +50,11 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
         cli.fail_for(f"argument {word!r} is not a flag; write --config.FIELD=VALUE" for word in rest[1:])
     except ValueError as error:
         _fail(str(error), 2)
+
+
+def before_leaving(clean_up: Callable[[], object]) -> None:
+    """Registers `clean_up`, which is called if Ctrl-C ends the command between `parse` and `run`."""
+    _before_leaving.append(clean_up)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -105,6 +111,8 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
+    for clean_up in _before_leaving:
+        clean_up()
     print(f"error: {failure.INTERRUPTION}", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)
 

@@ -9,7 +9,6 @@ Imports no jax.
 
 import asyncio
 import dataclasses
-import functools
 import math
 import numbers
 import signal
@@ -28,7 +27,6 @@ from sharding.system import cli
 
 MAX_EPISODES = 64  # at the same time; each is a process; others wait
 MAX_DEATHS = 3  # of the process that loaded the environment, in one episode
-CPU_S = 60  # of an episode
 IDLE_S = 300.0  # an episode fails that makes no request to the model for so long; it may take twice the time
 ABORTS = (-signal.SIGXCPU, -signal.SIGKILL)  # statuses of limits
 
@@ -44,17 +42,18 @@ def of_environment(
     sandbox: str,
     digest: str = "",
     on_error: scorer_lib.Log = cli.note,
+    begun: process_lib.Beginning | None = None,
 ) -> "host_lib.Plays":
     """Returns the host of an environment's episodes: a `ForeignHost` for an environment of another framework, else a `Host`.
 
-    `limit_s` is the CPU seconds of one step, as for `host.Host`. `name` and `options` are located (`catalog.locate`). Raises ValueError
-    for an environment of another framework that cannot be isolated if `sandbox` is "require".
+    `limit_s` is the CPU seconds of one step, as for `host.Host`. `name` and `options` are located (`catalog.locate`). `begun` is for a
+    `ForeignHost`. Raises ValueError for an environment of another framework that cannot be isolated if `sandbox` is "require".
     """
     if env.foreign is None:
         own = {"limit_s": limit_s, "sandbox": sandbox, "digest": digest, "on_error": on_error}
         return host_lib.Host(name, options, seed, kind=env.kind, **own)
-    limit_s = limit_s * CPU_S // scorer_lib.LIMIT_S
-    return ForeignHost(env.foreign, tokenizer, limit_s=limit_s, sandbox=sandbox, on_error=on_error)
+    limit_s = limit_s * process_lib.CPU_S // scorer_lib.LIMIT_S
+    return ForeignHost(env.foreign, tokenizer, limit_s=limit_s, sandbox=sandbox, on_error=on_error, begun=begun)
 
 
 class ForeignHost:
@@ -66,6 +65,7 @@ class ForeignHost:
       limit_s: CPU seconds of an episode.
       sandbox: isolate the process (isolation.py), one of `sharding.system.sandbox.MODES`.
       on_error: called with a line of text for the first episode of each kind that fails.
+      begun: a process that may load this environment already. The host takes it if it was begun with the same arguments.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class ForeignHost:
         foreign: package_lib.Foreign,
         tokenizer: tokenizer_lib.Tokenizer,
         *,
-        limit_s: int = CPU_S,
+        limit_s: int = process_lib.CPU_S,
         sandbox: str = "auto",
         on_error: scorer_lib.Log = cli.note,
+        begun: process_lib.Beginning | None = None,
     ):
-        package, options, seed = foreign.package, foreign.options, foreign.seed
-        self._make = functools.partial(process_lib.ForeignProcess, package, options, seed, limit_s=limit_s)
-        self._is_isolated = isolation.is_possible(package, sandbox, on_error)
-        self._name, self._limit_s = package.name, limit_s
-        self._endpoint = endpoint_lib.Endpoint(tokenizer)
+        self._foreign, self._name, self._limit_s = foreign, foreign.package.name, limit_s
+        self._is_isolated = isolation.is_possible(foreign.package, sandbox, on_error)
+        self._begun = begun if begun and begun.is_for(foreign, limit_s, self._is_isolated) else None
+        self._endpoint = endpoint_lib.Endpoint(tokenizer, self._begun.unix_path if self._begun else "")
         self._process: process_lib.ForeignProcess | None = None
         self._places, self._lock = asyncio.Semaphore(MAX_EPISODES), asyncio.Lock()
         self._errors = scorer_lib.FirstErrors(on_error)
@@ -94,7 +94,12 @@ class ForeignHost:
         async with self._lock:
             if self._process is None:
                 await self._endpoint.__aenter__()
-                self._process = self._make(unix_path=self._endpoint.unix_path if self._is_isolated else "")
+                child = self._begun.take() if self._begun else None
+                path = self._endpoint.unix_path if self._is_isolated else ""
+                self._process = process_lib.ForeignProcess(
+                    self._foreign, limit_s=self._limit_s, unix_path=path, child=child
+                )
+                self._begun = None
             process = self._process
         async with self._places:
             for death in range(MAX_DEATHS):
@@ -102,7 +107,7 @@ class ForeignHost:
                 try:
                     found = await self._play(process, session, index, split)
                     # As a fraction of the limit, like the seconds of a step in rl/envs/host.
-                    session.cpu_s = max(session.cpu_s, found.cpu_s / CPU_S * scorer_lib.LIMIT_S)
+                    session.cpu_s = max(session.cpu_s, found.cpu_s / process_lib.CPU_S * scorer_lib.LIMIT_S)
                     return found
                 except process_lib.Died:
                     if death == MAX_DEATHS - 1:

@@ -32,14 +32,15 @@ SPACES += ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
 def command(package: package_lib.Package, options: Mapping[str, Any], folder: str, socket: str) -> list[str]:
     """Returns the prefix of a command (bubblewrap) that isolates the process of a package.
 
-    `folder` is the only folder that the process may write, and its current one. `socket` is the path of the model's endpoint.
+    `folder` is the only folder that the process may write, and its current one. `socket` is the path of the model's endpoint, the only
+    file of its folder, which may not listen yet.
     """
     mounts = []
     for path in SYSTEM:
         mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
     python = pathlib.Path(package.python)
     prefixes = [str(one.parents[1]) for one in (python, python.resolve())]
-    seen = [*SETTINGS, *prefixes, *package.folders, *package.paths, str(package_lib.ADAPTERS), socket]
+    seen = [*SETTINGS, *prefixes, *package.folders, *package.paths, str(package_lib.ADAPTERS), os.path.dirname(socket)]
     seen += package_lib.absolute_paths([package.variables, options])
     for path in dict.fromkeys(seen):
         mounts += ["--ro-bind-try", path, path]

@@ -1,7 +1,8 @@
 """Runs episodes of a foreign environment in a process of its own interpreter, and exchanges lines of JSON with it.
 
-1. The first episode starts the process (child/fork_server.py), which loads the environment. The surroundings are the same everywhere: the
-   hash seed, time zone, locale, an empty folder, and few variables, none of them a key or the address of a proxy.
+1. The first episode starts the process (child/fork_server.py), which loads the environment, unless a `Beginning` did so before. The
+   surroundings are the same everywhere: the hash seed, time zone, locale, an empty folder, and few variables, none of them a key or the
+   address of a proxy.
 2. Episodes run at the same time, each in a fork of that process. `run` waits for one, and ends it if it is cancelled.
 3. If the process ends, its episodes fail, and the next one starts it again.
 4. With the path of a unix socket of the model's endpoint, the process and its episodes are isolated (isolation.py).
@@ -20,12 +21,13 @@ from typing import Any
 
 from rl.envs.foreign import isolation
 from rl.envs.packages import package as package_lib
-from sharding.system import limited_process, sandbox
+from sharding.system import limited_process, sandbox, sockets
 
 START_S = 300.0  # an import of a large framework on a busy machine takes 30 s
 END_S = 5.0  # for its end once its socket is closed
 MAX_REPLY_BYTES = 2**22
 MAX_SHOWN = 300  # characters of options in an error
+CPU_S = 60  # of an episode
 
 SURROUNDINGS = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 SURROUNDINGS |= {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
@@ -54,22 +56,94 @@ class Died(Broken):
     """Raised for the running episodes when the process ends after it has loaded the environment. The next episode starts the process again."""
 
 
+class Beginning:
+    """The process of a foreign environment that loads it before its host exists: a learner imports JAX in the meantime.
+
+    The first `foreign_host.ForeignHost` with the same arguments takes `child`. `close` ends a process that none has taken.
+    """
+
+    def __init__(self, foreign: package_lib.Foreign, *, is_isolated: bool, limit_s: int = CPU_S):
+        self._key = _key(foreign, limit_s, is_isolated)
+        self._stack = contextlib.ExitStack()
+        self.unix_path = self._stack.enter_context(sockets.private_path()) if is_isolated else ""
+        self.child: limited_process.JsonProcess | None = spawn(foreign, limit_s, self.unix_path)
+
+    def is_for(self, foreign: package_lib.Foreign, limit_s: int, is_isolated: bool) -> bool:
+        """Returns True if a host with these arguments may take the process."""
+        return self.child is not None and self._key == _key(foreign, limit_s, is_isolated)
+
+    def take(self) -> limited_process.JsonProcess:
+        """Returns the process, which the caller ends from now on."""
+        assert self.child is not None
+        taken, self.child = self.child, None
+        return taken
+
+    def close(self) -> None:
+        """Kills the process, if no host has taken it, and removes the folder of the socket. A second call does nothing."""
+        if self.child is not None:
+            child = self.take()
+            child.process.kill()  # it plays no episodes that must end first
+            child.end()
+        self._stack.close()
+
+
+def _key(foreign: package_lib.Foreign, limit_s: int, is_isolated: bool) -> tuple:
+    # A frozen config has tuples in place of lists.
+    return foreign.package, json.dumps(dict(foreign.options), sort_keys=True), foreign.seed, limit_s, is_isolated
+
+
+def spawn(foreign: package_lib.Foreign, limit_s: int, unix_path: str) -> limited_process.JsonProcess:
+    """Starts the process of an environment, which loads it and then reads requests. Does not wait for it.
+
+    Args:
+      foreign: the environment, the keyword arguments of its loader, and a seed. Together with the task, it seeds Python's global random
+        generators at the start of each episode.
+      limit_s: CPU seconds of an episode.
+      unix_path: socket of the endpoint of the model, if the process is isolated; else "".
+    """
+    package = foreign.package
+    folder = tempfile.TemporaryDirectory(prefix="intellax-env-")
+    adapter = package_lib.ADAPTERS / f"{package.adapter}.py"
+    config = {"adapter": str(adapter), "target": package.target, "options": dict(foreign.options)}
+    config |= {"seed": foreign.seed, "limit_s": limit_s, "paths": [*package.paths]}
+    config |= {"unix_path": unix_path, "frozen": isolation.caches(os.environ) if unix_path else []}
+    command = [
+        *(isolation.command(package, foreign.options, folder.name, unix_path) if unix_path else ()),
+        package.python,
+        "-s",
+        str(package_lib.ADAPTERS / "fork_server.py"),
+        json.dumps(config),
+    ]
+    return limited_process.JsonProcess(
+        command, folder=folder.name, variables=_variables(package), grace_s=END_S, clean=folder.cleanup
+    )
+
+
+def _variables(package: package_lib.Package) -> dict[str, str]:
+    kept = {name: text for name, text in sandbox.environment(os.environ).items() if not name.startswith("PYTHON")}
+    kept.pop("VIRTUAL_ENV", None)
+    folder = str(pathlib.Path(package.python).parent)
+    path = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
+    return kept | SURROUNDINGS | {"PATH": path} | dict(package.variables)
+
+
 class ForeignProcess:
     """The process of one foreign environment. All methods run in one event loop.
 
     Args:
-      package: the environment as installed.
-      options: keyword arguments of its loader.
-      seed: seeds Python's global random generators, together with the task, at the start of each episode.
-      limit_s: CPU seconds of an episode.
-      unix_path: socket of the endpoint that `base_url` names, if the process is isolated; else "".
+      foreign, limit_s, unix_path: those of `spawn`.
+      child: a process that `spawn` started with these arguments, if there is one.
     """
 
     def __init__(
-        self, package: package_lib.Package, options: Mapping[str, Any], seed: int, *, limit_s: int, unix_path: str = ""
+        self,
+        foreign: package_lib.Foreign,
+        *,
+        limit_s: int,
+        unix_path: str = "",
+        child: limited_process.JsonProcess | None = None,
     ):
-        self._package, self._options, self._seed, self._limit_s = package, dict(options), seed, limit_s
-        self._unix_path = unix_path
+        self._foreign, self._limit_s, self._unix_path, self._child = foreign, limit_s, unix_path, child
         self._numbers, self._waiting = itertools.count(), {}
         self._starting: asyncio.Task | None = None
 
@@ -107,43 +181,30 @@ class ForeignProcess:
 
     async def _serve(self, ready: asyncio.Future) -> None:
         """Runs the process until it ends or this is cancelled."""
-        with tempfile.TemporaryDirectory(prefix="intellax-env-") as folder:
-            adapter = package_lib.ADAPTERS / f"{self._package.adapter}.py"
-            config = {"adapter": str(adapter), "target": self._package.target, "options": self._options}
-            config |= {"seed": self._seed, "limit_s": self._limit_s, "paths": [*self._package.paths]}
-            config |= {"unix_path": self._unix_path, "frozen": isolation.caches(os.environ) if self._unix_path else []}
-            command = [
-                *(isolation.command(self._package, self._options, folder, self._unix_path) if self._unix_path else ()),
-                self._package.python,
-                "-s",
-                str(package_lib.ADAPTERS / "fork_server.py"),
-                json.dumps(config),
-            ]
-            child = limited_process.JsonProcess(command, folder=folder, variables=self._variables(), grace_s=END_S)
-            reader, self._writer = await asyncio.open_connection(sock=child.pipe, limit=MAX_REPLY_BYTES)
+        child, self._child = self._child or spawn(self._foreign, self._limit_s, self._unix_path), None
+        reader, self._writer = await asyncio.open_connection(sock=child.pipe, limit=MAX_REPLY_BYTES)
+        try:
+            async with asyncio.timeout(START_S) as limit:
+                while line := await reader.readline():
+                    message = json.loads(line)
+                    limit.reschedule(None)
+                    self._hear(message, ready)
+        except (TimeoutError, OSError, ValueError, RecursionError):
+            pass
+        finally:
+            self._writer.transport.abort()  # ends the episodes
+            ending = asyncio.ensure_future(asyncio.to_thread(child.end))
             try:
-                async with asyncio.timeout(START_S) as limit:
-                    while line := await reader.readline():
-                        message = json.loads(line)
-                        limit.reschedule(None)
-                        self._hear(message, ready)
-            except (TimeoutError, OSError, ValueError, RecursionError):
-                pass
-            finally:
-                self._writer.transport.abort()  # ends the episodes
-                ending = asyncio.ensure_future(asyncio.to_thread(child.end))
-                try:
-                    await asyncio.shield(ending)
-                finally:  # `close` may cancel this while the process ends by itself
-                    await ending
-                kind = Died if ready.done() else Broken
-                problem = kind(
-                    f"environment {self._package.name} ended its process, with status {child.process.returncode}"
-                )
-                for waiting in [ready, *self._waiting.values()]:
-                    if not waiting.done():
-                        waiting.set_exception(problem)
-                ready.exception()  # marks it as seen
+                await asyncio.shield(ending)
+            finally:  # `close` may cancel this while the process ends by itself
+                await ending
+            kind = Died if ready.done() else Broken
+            name, status = self._foreign.package.name, child.process.returncode
+            problem = kind(f"environment {name} ended its process, with status {status}")
+            for waiting in [ready, *self._waiting.values()]:
+                if not waiting.done():
+                    waiting.set_exception(problem)
+            ready.exception()  # marks it as seen
 
     def _hear(self, message: dict, ready: asyncio.Future) -> None:
         if "id" in message:
@@ -154,20 +215,13 @@ class ForeignProcess:
             ready.set_result(None)
         else:
             failed = str(message.get("failed"))
-            parts = filter(None, (failed, remedy_of_load(failed, self._options)))
-            reason = f"environment {self._package.name} cannot be loaded: {'; '.join(parts)}"
+            parts = filter(None, (failed, remedy_of_load(failed, self._foreign.options)))
+            reason = f"environment {self._foreign.package.name} cannot be loaded: {'; '.join(parts)}"
             ready.set_exception(Broken(reason))
 
     def _send(self, message: dict) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-    def _variables(self) -> dict[str, str]:
-        kept = {name: text for name, text in sandbox.environment(os.environ).items() if not name.startswith("PYTHON")}
-        kept.pop("VIRTUAL_ENV", None)
-        folder = str(pathlib.Path(self._package.python).parent)
-        path = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
-        return kept | SURROUNDINGS | {"PATH": path} | dict(self._package.variables)
 
 
 def shown(options: Mapping[str, Any]) -> str:

@@ -53,11 +53,17 @@ def play(
     return asyncio.run(run())
 
 
-def rehearse(config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
+def rehearse(
+    config,
+    tokenizer: tokenizer_lib.Tokenizer,
+    on_line: Callable[[str], None],
+    begun: process_lib.Beginning | None = None,
+) -> None:
     """Loads each environment of a run. Plays a few episodes, or scores a few completions, of those that are not shipped or have rows.
 
-    Blocks for up to `REHEARSAL_S` for each environment. `on_line` gets lines for people. Raises ValueError if an environment cannot be
-    loaded, an episode ends before it asks the model, or an empty completion cannot be scored: no worker could do better.
+    Blocks for up to `REHEARSAL_S` for each environment. `on_line` gets lines for people. `begun` is the result of `early.begin`. Raises
+    ValueError if an environment cannot be loaded, an episode ends before it asks the model, or an empty completion cannot be scored: no
+    worker could do better.
     """
     for entry in catalog.located(config).values():
         with entry.naming_fields():
@@ -65,7 +71,7 @@ def rehearse(config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str]
             kind = entry.name.partition(":")[0]
             is_ours = kind in catalog.ENVS and kind not in package.FRAMEWORKS
             if env.play is not None and not is_ours:
-                _rehearse_episodes(env, entry, config, tokenizer, on_line)
+                _rehearse_episodes(env, entry, config, tokenizer, on_line, begun)
             elif env.score is not None and (env.num_tasks or not is_ours):
                 _rehearse_scorer(env, entry, config, on_line)
 
@@ -84,13 +90,20 @@ def _rehearse_scorer(env: environment.Environment, entry, config, on_line: Calla
         on_line(environment.echo_warning(entry.label, num_echoed, count))
 
 
-def _rehearse_episodes(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
+def _rehearse_episodes(
+    env,
+    entry,
+    config,
+    tokenizer: tokenizer_lib.Tokenizer,
+    on_line: Callable[[str], None],
+    begun: process_lib.Beginning | None,
+) -> None:
     own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": config.trust.sandbox, "on_error": lambda line: None}
     length, begun_s = config.inference.max_model_len, time.monotonic()
     limits = session_lib.Limits(entry.max_tokens, length, min(entry.max_calls or LIMITS.max_calls, LIMITS.max_calls))
 
     async def run() -> None:
-        host = foreign_host.of_environment(env, entry.name, entry.options, config.seed, tokenizer, **own)
+        host = foreign_host.of_environment(env, entry.name, entry.options, config.seed, tokenizer, begun=begun, **own)
         try:
             tasks = [env.make_task(0, "train"), env.make_task(1, "train"), env.make_task(0, "held_out")]
             plays = (_episode(host, tokenizer, task, scripted_model.random_words, limits) for task in tasks)

@@ -77,11 +77,11 @@ class Visit:
 class Endpoint:
     """The HTTP server of all episodes of this process. Use it as `async with Endpoint(tokenizer) as endpoint`; `tokenizer` is the sessions'.
 
-    `unix_path` is that of a unix socket with the same server, for a process that has a network of its own.
+    `unix_path` is that of a unix socket with the same server, for a process that has a network of its own; by default in a new folder.
     """
 
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
-        self._tokenizer, self._visits = tokenizer, {}
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, unix_path: str = ""):
+        self._tokenizer, self.unix_path, self._visits = tokenizer, unix_path, {}
         app = fastapi.FastAPI(openapi_url=None)
         web.reply_errors(app, {_Closed: (410, "gone")})
         app.add_exception_handler(ValueError, _reply_invalid)
@@ -97,7 +97,7 @@ class Endpoint:
 
     async def __aenter__(self) -> "Endpoint":
         self._stack = contextlib.ExitStack()
-        self.unix_path = self._stack.enter_context(sockets.private_path())
+        self.unix_path = self.unix_path or self._stack.enter_context(sockets.private_path())
         socket, unix = sockets.listen("127.0.0.1", 0), sockets.listen_unix(self.unix_path)
         self._url = f"http://127.0.0.1:{socket.getsockname()[1]}"
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[socket, unix]))

@@ -130,7 +130,7 @@ def test_a_failed_episode_gets_zeros_and_the_reason(package, monkeypatch, fault,
     [found] = play(package, [session(0)], options={"fault": fault}, **settings)
     assert (found.scores, found.in_time) == (native_host.FAILED, in_time)
     assert error in found.error
-    limit_s = settings.get("limit_s", host_lib.CPU_S)
+    limit_s = settings.get("limit_s", process_lib.CPU_S)
     assert found.cpu_s < limit_s / 4 if in_time else found.cpu_s == limit_s  # a slow one may fail in the replay alone
 
 
