@@ -42,6 +42,7 @@ MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 FEW_PASSES = (100_000, 50, 1000)  # thresholds of the collector; cycles of short life are still freed
+MAX_SHOWN = 300  # characters of options in an error
 MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many
 DIE_WITH_PARENT = 1  # of prctl
 _NOISE = re.compile(r"For further information visit \S+|\*{9,}")  # in errors of pydantic and NLTK
@@ -83,7 +84,7 @@ class _Server:
         gc.set_threshold(*FEW_PASSES)
         self._adapter = runpy.run_path(config["adapter"])
         self._env = self._adapter["load"](config["target"], config["options"])
-        self._tasks = _Tasks(self._adapter["tasks"](self._env))
+        self._tasks = _Tasks(self._adapter["tasks"](self._env), config["options"])
         self._tasks.find("train", 0)  # an environment without tasks fails here
         openai = sys.modules.get("openai")
         kinds = tuple(getattr(openai, name) for name in ("OpenAI", "AsyncOpenAI")) if openai else ()
@@ -193,7 +194,8 @@ class _Tasks:
     the first MAX_LOOKED, is held out, that with the least hash is.
     """
 
-    def __init__(self, drawn):
+    def __init__(self, drawn, options: dict):
+        self._options = options
         drawn = itertools.islice(drawn, MAX_TASKS)
         first = [*itertools.islice(drawn, MAX_FIRST)]
         self._are_equal = len(first) > 1 and len({text for text, _ in first}) == 1
@@ -225,7 +227,10 @@ class _Tasks:
             is_held_out = found_hash % HELD_OUT_ONE_IN == 0 or found_hash == self._least
             self._splits["held_out" if is_held_out else "train"].append(task)
         if not found:
-            raise ValueError(f"no task is in the split {split!r}; let the environment make more tasks (env.options)")
+            options = f"{self._options}"
+            options = options if len(options) <= MAX_SHOWN else f"{options[:MAX_SHOWN]} ..."
+            rule = f"with env.options = {options}; let the environment make more tasks"
+            raise ValueError(f"no task is in the split {split!r} {rule}")
         return found[index % len(found)]
 
 

@@ -241,7 +241,7 @@ def test_held_out_tasks_are_others_and_the_last_is_followed_by_the_first(package
 def test_tasks_without_end_have_a_last_one(monkeypatch):
     """A run draws from 2**30 tasks of an environment without `num_tasks`: the first episode never began."""
     monkeypatch.setattr(fork_server, "MAX_TASKS", 1000)
-    tasks = fork_server._Tasks((str(n), n) for n in itertools.count())
+    tasks = fork_server._Tasks(((str(n), n) for n in itertools.count()), {})
     drawn = [tasks.find("train", index) for index in (2**30, *range(1000))]
     assert len({*drawn}) == 1000 - len({tasks.find("held_out", index) for index in range(1000)}) > 900
     assert drawn[0] == tasks.find("train", 2**30 % len({*drawn}))
@@ -251,7 +251,7 @@ def test_tasks_without_end_have_a_last_one(monkeypatch):
 def test_tasks_of_any_number_have_both_splits(asked):
     """Often none of 16 to 60 tasks was held out, and the run did not begin."""
     for size, start in itertools.product((2, 15, 16, 17, 40, 60), range(0, 3000, 100)):
-        tasks = fork_server._Tasks((str(n), n) for n in range(start, start + size))
+        tasks = fork_server._Tasks(((str(n), n) for n in range(start, start + size)), {})
         tasks.find(asked, 0)  # first: the split does not depend on the order of requests
         found = {split: {tasks.find(split, index) for index in range(size)} for split in ("train", "held_out")}
         assert min(map(len, found.values())) > 0 and len(found["train"] | found["held_out"]) == size

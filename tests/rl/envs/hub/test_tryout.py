@@ -153,7 +153,7 @@ REHEARSALS = {
     "one task": (
         "plain:strange:equal",
         {"count": 1},
-        "no task is in the split .*; let the environment make more tasks",
+        "no task is in the split .* with env.options = {'count': 1}; let the environment make more tasks$",
     ),
     "seed": ("plain:strange:sums", {"seed": 3}, "env.options.seed = 3 is that of the run; remove it"),
     "options of any name": ("plain:strange:named", {"name": "a", "target": "b", "framework": "c"}, ""),
