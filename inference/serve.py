@@ -12,13 +12,18 @@
 
 Two listeners, because who may generate may not replace the policy:
 - data (`--host`, `--port`, and `--grpc_port`): generate_routes (/inference/v1/generate), openai_routes
-  (/v1/chat/completions[/tokens], /v1/completions, /tokenize, /detokenize), status_routes (/v1/models, /health, /liveness,
+  (/v1/chat/completions[/tokens], /v1/completions, /tokenize, /detokenize), status_routes (/v1/models, /v1/models/NAME, /health, /liveness,
   /metrics). `--api_key_file` names the key that clients must send.
 - control (`--control`): control_routes (/update_weights, /pause, /resume; with `--allow_adapter_loading` /v1/load_lora_adapter and
   /v1/unload_lora_adapter), and status_routes. By default a unix socket that
   only this user can open, printed at the start: `curl --unix-socket PATH -X POST http://control/pause`. For another machine:
   `--control HOST:PORT --control_token_file FILE`. prime-rl: `client.admin_base_url`, and the token in `client.api_key_var`.
 """
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from inference.options import server_options
+
+    server_options.refuse(__doc__)
 
 import argparse
 import contextlib
@@ -40,7 +45,7 @@ import uvicorn
 from starlette import requests
 
 from inference.engine import engine as engine_lib
-from inference.engine import weights as weights_lib
+from inference.options import server_options
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
@@ -56,7 +61,6 @@ from inference.server import (
 )
 from inference.swarm import membership
 from models import hub
-from models.kernels import cpu_dtype
 from sharding.mesh import host_memory, programs
 from sharding.mesh import mesh as mesh_lib
 from sharding.system import atomic_file, cli, secret_file, sockets
@@ -65,16 +69,8 @@ from sharding.system.multihost import hosts as hosts_lib
 from sharding.weights import broadcast, bucket
 from sharding.weights.format import head
 
-# Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
-SIZES = {
-    **{"num_slots": 64, "max_model_len": 1024, "prefill_batch": 16, "prefill_chunk": 512, "steps_per_call": 8},
-    "routed_experts": False,  # record the experts of each token, for router replay
-    "num_pages": engine_lib.AUTO,  # of a cache in pages of 64 tokens that all slots share
-    "page_dtype": "",  # "float8_e4m3fn": pages hold twice the tokens, and the policy changes slightly
-    "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
-}
 # Settings in which the hosts of a server agree.
-SHARED = ("weights", "model", "adapter", "weights_key", "mesh", "quantize", "dtype", *SIZES)
+SHARED = ("weights", "model", "adapter", "weights_key", "mesh", "quantize", "dtype", *server_options.SIZES)
 JOIN_S = 300.0  # how long hosts wait for each other at the start
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
@@ -146,10 +142,10 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
 def main(argv: list[str] | None = None) -> int:
     """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
     host_memory.limit_arenas()
-    args, hosts = _parse(argv), hosts_lib.ALONE
+    args, hosts = server_options.parse(argv, __doc__), hosts_lib.ALONE
     with contextlib.ExitStack() as stack:
         try:
-            _check(args)
+            server_options.check(args)
             if args.exit_with_parent:
                 cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
             programs.enable_cache()
@@ -239,103 +235,6 @@ def _start_grpc(
     return port
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = cli.Parser(prog="python -m inference.serve", description=__doc__)
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
-    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or URLs of relays (several: --weights_key)"
-    add("--weights", nargs="+", help=helps)
-    add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, or a hub ID")
-    add = parser.add_argument
-    add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
-    add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
-    add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
-    add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, and follow its policies")
-    helps = "public key (hex) of the run of --orchestrator (default: the first that answers), and of --key"
-    add("--run", default="", help=helps)
-    add("--url", help="URL at which workers reach this server, for --orchestrator (default: that of --host and --port)")
-    add("--expected", metavar="FILE", help="JSON metadata that the weights will have, to compile before they exist")
-    add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8100, help="0 takes a free port")
-    add("--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)")
-    add("--address_file", help="file to write the URL to once the server answers")
-    add("--served_model_name", default="policy", help="the model's ID in /v1/models")
-    add("--api_key_file", help="file with the key required of every client (default: $INTELLAX_API_KEY, or none)")
-    add("--api_key", help="the key itself, which every user of this machine can then read (ps)")
-    add("--control", default="", metavar="PATH|HOST:PORT", help="control listener (default: a private unix socket)")
-    add("--control_token_file", help="token required of control clients, created if absent; HOST:PORT needs one")
-    helps = "names that HOST:PORT is called by (Host header)"
-    add("--control_hosts", nargs="+", default=[], metavar="NAME", help=helps)
-    for name, default in SIZES.items():
-        helps = f"of the engine (default: that of the run which published the weights, else {default})"
-        kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": type(default)}
-        add(f"--{name}", **kind, help=helps)
-    helps = "JSON of variables for the chat template of requests that do not set them, as in chat_template_kwargs"
-    add("--chat_template_kwargs", type=cli.json_object, default={}, metavar="JSON", help=helps)
-    add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
-    add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
-    add("--mesh", default="", help="mesh axes over all devices, such as tensor=4,data=-1 (default: one device)")
-    helps = "HOST:PORT of host 0 of a server over several hosts, or auto to find it (TPU pods, Slurm); needs --mesh"
-    add("--coordinator", default="", help=helps)
-    add("--num_processes", type=int, default=0, help="number of hosts of --coordinator")
-    add("--process_id", type=int, default=-1, help="number of this host; host 0 has the routes")
-    add("--workdir", help="directory that the hosts share, with the key by which they know each other")
-    helps = "int8: half the bytes, and faster on a CPU; int4 (on a CPU): a third, slower and less exact. Both change the policy"
-    add("--quantize", default="none", choices=weights_lib.QUANTIZATIONS, help=helps)
-    helps = "of the weights and activations of --model: float32 or bfloat16 (default: the folder's, on a CPU the faster one)"
-    add("--dtype", default="auto", help=helps)
-    helps = "an adapter (LoRA) in a folder that PEFT or rl.export --adapter_only wrote; requests name it as their model. May be repeated"
-    add("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=helps)
-    helps = "adapters at a time (default: those given, or 4 if more may be loaded)"
-    add("--max_adapters", type=int, default=0, help=helps)
-    add("--max_adapter_rank", type=int, default=16, help="the highest rank of an adapter")
-    helps = "control clients may load and unload adapters (/v1/load_lora_adapter), from any folder that this process can read"
-    add("--allow_adapter_loading", action="store_true", help=helps)
-    add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
-    add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
-    add("--profile", default="", metavar="FOLDER", help="record the engine's work for xprof there, in --profile_steps")
-    helps = "the first and last train step, after those before whose versions are in use"
-    add("--profile_steps", type=int, nargs=2, default=(), metavar=("FIRST", "LAST"), help=helps)
-    add("--drain_s", type=int, default=30, help="seconds that running requests get on SIGTERM")
-    add("--exit_with_parent", action="store_true", help="stop when standard input closes")
-    return parser.parse_args(argv)
-
-
-def _check(args: argparse.Namespace) -> None:
-    smallest = dict(max_queue=1, prefix_cache_mib=0, watch=0, drain_s=0, max_model_len=2)
-    for name, least in smallest.items():
-        if getattr(args, name) is not None and not getattr(args, name) >= least:
-            raise ValueError(f"--{name} = {getattr(args, name)} is too small; choose {least} or more")
-    if bool(args.profile) != bool(args.profile_steps):
-        raise ValueError("--profile and --profile_steps belong together; give both, or neither")
-    if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
-        raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
-    if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():
-        raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create that first")
-    if args.weights_floor and not args.weights_key:
-        raise ValueError(f"--weights_floor {args.weights_floor} keeps signed heads; add --weights_key, or leave it out")
-    for name in ("orchestrator", "url"):
-        if (url := getattr(args, name)) and not sockets.is_url(url):
-            raise ValueError(f"--{name} {url!r} is not a URL; write http://HOST:PORT")
-    if args.orchestrator and not (args.key and args.weights):
-        found = f"--orchestrator {args.orchestrator} needs --key, by which a server signs in, and --weights"
-        raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
-    if args.key and not (args.orchestrator or args.run):
-        raise ValueError(f"--key {args.key} signs samples for one run; add --run with the run's public key")
-    if args.dtype not in ("auto", *cpu_dtype.DTYPES):
-        raise ValueError(f"--dtype {args.dtype} is unknown; choose auto, {' or '.join(cpu_dtype.DTYPES)}")
-    if args.dtype != "auto" and args.weights:
-        found = f"--dtype {args.dtype} is for --model, and published weights keep the dtype of their run"
-        raise ValueError(f"{found}; leave it out")
-    if args.weights and (args.adapter or args.allow_adapter_loading):
-        raise ValueError(
-            "--adapter needs --model, because published weights bring their own adapters; leave out --adapter or --weights"
-        )
-    if args.model and (args.weights_key or args.watch):
-        name = "weights_key" if args.weights_key else "watch"
-        raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
-
-
 def _joined(args: argparse.Namespace) -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     """Returns a context manager that connects the hosts which run this command together, if --coordinator is given."""
     if bool(args.coordinator) != bool(args.workdir) or (args.num_processes and not args.coordinator):
@@ -405,15 +304,15 @@ def _sources(args: argparse.Namespace) -> list[str]:
         if args.watch and is_url and (run / "weights").is_dir():
             text = f"--watch sees no later state of {source}, the working directory of a run"
             raise ValueError(f"{text}; leave it out, or give --weights relays or published weights")
-        found.append(str(run / "weights") if (run / "weights").is_dir() else source)
+        found.append(str(run / "weights") if server_options.is_run(run) else source)
     return found
 
 
 def _engine_config(args: argparse.Namespace, published: dict) -> engine_lib.EngineConfig:
-    """Returns the sizes of the engine: those of the command line, else those that were published with the weights, else `SIZES`."""
-    right = {name: value for name, value in published.items() if type(value) is type(SIZES.get(name))}
-    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-    return engine_lib.EngineConfig(**(SIZES | right | given))
+    """Returns the sizes of the engine: those of the command line, else those that were published with the weights, else `server_options.SIZES`."""
+    right = {name: value for name, value in published.items() if type(value) is type(server_options.SIZES.get(name))}
+    given = {name: value for name in server_options.SIZES if (value := getattr(args, name)) is not None}
+    return engine_lib.EngineConfig(**(server_options.SIZES | right | given))
 
 
 def _watch(server: inference_server.InferenceServer, period_s: float) -> None:

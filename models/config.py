@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+QUANTIZATIONS = ("none", "int8", "int4")  # of the weights of a server
 CHOICES = {
     "family": ("llama", "qwen2", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss", "gemma3"),
     "param_dtype": ("float32", "bfloat16"),

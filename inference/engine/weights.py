@@ -32,7 +32,6 @@ from sharding.weights import broadcast
 from sharding.weights.download import source as source_lib
 from sharding.weights.format import chunks
 
-QUANTIZATIONS = ("none", "int8", "int4")
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 
 

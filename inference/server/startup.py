@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -21,6 +22,7 @@ from inference.engine import cpu_sub_batches, multihost_replay
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.engine import weights as weights_lib
+from inference.options import server_options
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import config as config_lib
@@ -35,7 +37,7 @@ from sharding.system.multihost import hosts as hosts_lib
 from sharding.weights import broadcast
 from sharding.weights.download import source as source_lib
 
-START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
+START_S = server_options.START_S
 NOTICE_S = 5.0  # and before a line about it is logged
 
 
@@ -102,7 +104,7 @@ def prepare(
       config: sizes of the engine, or a function that returns them for the sizes published with the weights ({} if there are none).
       key: the publisher's key, which must have signed the weights: hex, a root file, or a verifier; None accepts any.
       mesh: {axis: size} of a mesh over the devices of `hosts`; None for one device.
-      quantize: one of weights.QUANTIZATIONS.
+      quantize: one of models.config.QUANTIZATIONS.
       wait_s: seconds that a version may take to appear; None: START_S.
       expected: the metadata that the version will have, if known. A server on one host then compiles its engine while it waits for
         the version.
@@ -123,8 +125,10 @@ def prepare(
         try:
             version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
         except TimeoutError as error:
-            cli.note(f"waiting for weights: {error}")
-            version = broadcast.wait_for(source, 0, timeout_s=START_S if wait_s is None else wait_s)
+            limit_s = START_S if wait_s is None else wait_s
+            limit = f", for up to {limit_s:g} s" if limit_s < math.inf else ""
+            cli.note(f"waiting for weights{limit}: {error}")
+            version = broadcast.wait_for(source, 0, timeout_s=limit_s)
         cli.note(f"loading policy version {version}")
     version = hosts.broadcast(version)
     if not hosts.is_first:

@@ -29,6 +29,7 @@ from inference import serve
 from inference.engine import compiled_steps, kv_cache
 from inference.engine import engine as engine_lib
 from inference.engine import weights as weights_lib
+from inference.options import server_options
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas, startup, web
 from models import hf, transformer
@@ -627,13 +628,15 @@ def test_a_server_takes_the_sizes_that_its_run_published_unless_they_are_given()
     """The printed command let it take its own: completions that ended at a smaller max_model_len barred honest workers."""
     published = experiment.resolve(quickstart.get_config()).broadcast_metadata["engine"]
     command = ["--weights", "http://relay", "--weights_key", "00"]
-    assert dataclasses.asdict(serve._engine_config(serve._parse(command), published)) == published
-    changed = serve._engine_config(serve._parse([*command, "--num_slots", "3", "--routed_experts"]), published)
+    assert dataclasses.asdict(serve._engine_config(server_options.parse(command, ""), published)) == published
+    changed = serve._engine_config(
+        server_options.parse([*command, "--num_slots", "3", "--routed_experts"], ""), published
+    )
     assert (changed.num_slots, changed.routed_experts) == (3, True)
-    assert changed.max_model_len == published["max_model_len"] == 64 != serve.SIZES["max_model_len"]
+    assert changed.max_model_len == published["max_model_len"] == 64 != server_options.SIZES["max_model_len"]
     odd = {"num_slots": "9", "max_model_len": True, "unknown": 5, "routed_experts": True}
-    found = serve._engine_config(serve._parse([*command, "--no-routed_experts"]), odd)
-    assert dataclasses.asdict(found) == serve.SIZES
+    found = serve._engine_config(server_options.parse([*command, "--no-routed_experts"], ""), odd)
+    assert dataclasses.asdict(found) == server_options.SIZES
 
 
 @pytest.mark.slow

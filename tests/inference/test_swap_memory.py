@@ -66,7 +66,7 @@ def test_twenty_swaps_need_no_second_copy(tmp_path, dtype):
     assert peak - without <= 0.05 * transformer.num_bytes(model), (without, peak)
 
 
-@pytest.mark.parametrize("kind", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("kind", config_lib.QUANTIZATIONS)
 def test_each_old_array_is_deleted_before_its_successor_is_placed(monkeypatch, kind):
     """But for an array that stays."""
     model = tiny.model()

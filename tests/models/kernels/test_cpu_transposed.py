@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from inference.engine import weights
+from models import config as config_lib
 from models import layers, transformer
 from models.kernels import cpu_integers, cpu_transposed, int8
 from sharding.mesh import mesh as mesh_lib
@@ -31,7 +32,7 @@ def numbers(kernel):
     return np.asarray(kernel, np.float64)
 
 
-@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", config_lib.QUANTIZATIONS)
 @pytest.mark.parametrize("num_in, num_out, rows", [(1, 1, (1, 1)), (1, 2, (5, 1)), (2, 1, (2, 3))])
 def test_a_product_is_that_of_the_numbers_that_are_stored(num_in, num_out, rows, quantization):
     x, kernel = normal(*rows, *(64, 2)[:num_in]), normal(*(64, 2)[:num_in], *(5, 3)[:num_out])
@@ -72,7 +73,7 @@ def test_in_bfloat16_it_is_summed_in_float32():
     assert (made.rows(jnp.asarray(x, jnp.bfloat16), jnp.float32) == 555.0).all()
 
 
-@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", config_lib.QUANTIZATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_bit_of_a_row_depends_on_the_number_of_rows_or_its_place(dtype, quantization):
     """Sizes of a real model: 576 inputs, and 1,536. Up to 8 rows of floats are summed in another order than more rows."""
@@ -101,7 +102,7 @@ def test_one_row_is_not_widened_in_memory():
         assert not any(f"{wide}[1536,576]" in text for wide in ("f32", "s32")), text
 
 
-@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", config_lib.QUANTIZATIONS)
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_bias": True, "qkv_bias": True}], ids=str)
 def test_the_whole_model(changes, quantization):
     """The oracle is the model on plain arrays of the numbers that are stored."""
