@@ -19,8 +19,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     """Adds the routes for the served model, health and metrics to an app."""
     scheduler = server.scheduler
 
-    @app.get("/v1/models")
-    async def models():
+    def cards() -> list[dict]:
         card = {
             "id": server.model_name,
             "object": "model",
@@ -33,8 +32,21 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         }
         adapters = server.engine.adapters
         folders = dict(adapters.folders) if adapters else {}
-        cards = [card | {"id": name, "root": folder, "parent": card["id"]} for name, folder in folders.items()]
-        return {"object": "list", "data": [card, *cards]}
+        return [card, *(card | {"id": name, "root": folder, "parent": card["id"]} for name, folder in folders.items())]
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": cards()}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str):
+        known = {card["id"]: card for card in cards()}
+        if name not in known:
+            listed = ", ".join(map(repr, known))
+            raise inference_server.UnknownModel(
+                f"The model `{name[:64]}` does not exist. Please choose one of {listed}."
+            )
+        return known[name]
 
     @app.get("/health")
     async def health():

@@ -218,6 +218,10 @@ def test_models_and_health(ask, server):
     cards = ask("GET", "/v1/models").json()
     assert cards["object"] == "list" and [card["id"] for card in cards["data"]] == [server.model_name]
     assert cards["data"][0]["max_model_len"] == 48 and cards["data"][0]["policy_version"] == server.scheduler.version
+    assert ask("GET", f"/v1/models/{server.model_name}").json() == cards["data"][0]
+    wrong = ask("GET", "/v1/models/owner/other")
+    assert wrong.json()["error"]["type"] == "NotFoundError"
+    assert refused(wrong, 404) == "The model `owner/other` does not exist. Please choose one of 'policy'."
     response = ask("GET", "/health")
     health = response.json()
     assert response.status_code == 200 and health["status"] == "ok"

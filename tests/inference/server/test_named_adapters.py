@@ -145,6 +145,8 @@ def test_adapters_come_and_go(server, folders, monkeypatch):
         return error.json()["error"]["message"]
 
     assert names() == ["policy", "blue", "red"]
+    assert data("GET", "/v1/models/red").json()["parent"] == "policy"
+    assert "choose one of 'policy', 'blue', 'red'" in data("GET", "/v1/models/green").json()["error"]["message"]
     green = {"lora_name": "green", "lora_path": str(folders / "green")}
     with monkeypatch.context() as full:
         full.setattr(adapter_set.AdapterSet, "_on_mesh", no_memory)
