@@ -45,6 +45,7 @@ class Connection:
         request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
         """
         begun, is_noticed = time.monotonic(), False
+        since = time.strftime("%H:%M:%S")
         pause = retries.Backoff(FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH)  # so an outage costs at most as long again
         while True:
             try:
@@ -64,14 +65,14 @@ class Connection:
                 return response.json()
             except httpx.HTTPError as error:
                 waited, reason = time.monotonic() - begun, _reason(error)
-                self.problem = f"the orchestrator at {self._http.base_url}: {reason}"
+                waits = f"since {since}, for up to {self._give_up_s:g} s"
+                self.problem = f"the orchestrator at {self._http.base_url}, {waits}: {reason}"
                 if waited > self._give_up_s:
                     found = f"no reply from the orchestrator at {self._http.base_url} for {waited:.0f} s: {reason}"
                     raise ConnectionError(f"{found}; check the URL, and that the run is on") from error
                 if waited > NOTICE_S and not is_noticed:
                     is_noticed = True
-                    limit = f"for up to {self._give_up_s:g} s: check the URL, and that the run is on"
-                    cli.note(f"waiting for {self.problem}; {limit}")
+                    cli.note(f"waiting for {self.problem}; check the URL, and that the run is on")
                 least_s = min(_retry_after_s(error), self._give_up_s)
                 await asyncio.sleep(max(pause.next_s(), least_s) * random.uniform(1.0, 1.5))
 

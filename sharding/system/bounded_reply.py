@@ -1,6 +1,7 @@
 """Sends many HTTP requests at a time, and reads replies of bounded size and time: a server may send bytes without end. Imports no jax."""
 
 import asyncio
+import re
 import socket
 from typing import Any
 
@@ -76,6 +77,8 @@ class _Transport(httpx_aiohttp.AiohttpTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:
             return await super().handle_async_request(request)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # aiohttp names its setting for TLS, "ssl:default"
+            raise type(error)(re.sub(r" ssl:\w+", "", str(error))) from error
         except aiohttp.ClientError as error:  # not translated by httpx_aiohttp: a reply without HTTP
             raise httpx.RemoteProtocolError(str(error) or type(error).__name__) from error
 

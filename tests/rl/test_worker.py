@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import pathlib
+import re
 import signal
 import stat
 import subprocess
@@ -31,7 +32,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs, worker
-from rl.protocol import lease
+from rl.protocol import lease, signed_session
 from sharding.system import signed_message, sockets
 from tests.support import proxy, tiny
 
@@ -464,6 +465,20 @@ def test_a_reply_of_another_release_ends_it_with_one_line(play, capsys, monkeypa
     found = f"error: the reply of the orchestrator to a {kind} request has {field} = None"
     remedy = "which this worker cannot read; use the release of the orchestrator"
     assert capsys.readouterr().err.splitlines()[-1] == f"{found}, {remedy}"
+
+
+def test_a_worker_names_what_it_waits_for_since_when_and_for_how_long(capsys, monkeypatch):
+    """The line had aiohttp's "ssl:default", and neither a time nor, in the status line, an end."""
+    monkeypatch.setattr(signed_session, "NOTICE_S", 0.0)
+    mine = worker.Worker("http://127.0.0.1:1", RUN, concurrency=1, give_up_s=1.0)
+    with pytest.raises(ConnectionError, match="no reply from the orchestrator"):
+        asyncio.run(mine.work())
+    place = re.escape("the orchestrator at http://127.0.0.1:1")
+    waits = (
+        rf"{place}, since \d\d:\d\d:\d\d, for up to 1 s: Cannot connect to host 127.0.0.1:1 \[Connect call failed .*\]"
+    )
+    assert re.fullmatch(waits, mine.waiting_for())
+    assert re.fullmatch(rf"waiting for {waits}; check the URL, and that the run is on\n", capsys.readouterr().err)
 
 
 def test_metrics_show_its_groups_and_health_why_it_waits(play):
