@@ -27,12 +27,17 @@ PATHS = (  # fields with a path, or several with commas between them
     *("topology.compile_cache", "topology.control_token_file"),
 )
 OPEN_ENDED = r"^--?config\.((?:env\.options|chat_template_kwargs|envs\.\w+)\.[\w.]+)"  # fields that configs/base.py does not list
+CONFIG_FILE = "config.json"  # of a run's working directory
 CONFIG_HELP = (
     "the experiment, a file of configs/, or by default that of the run in --workdir; --config.FIELD=VALUE sets a field; "
     "all fields are listed below"
 )
 CODE_HELP = "a folder to import your own code from (environment, loss, advantage, metrics); may be repeated"
 WORKDIR_HELP = "directory of the run, or its gs:// or s3:// URL: checkpoints, weights, rollouts, metrics, report"
+
+
+class _NotARun(Exception):
+    """Raised for a working directory without a config.json. Not a ValueError, before which absl puts the name of a flag."""
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
@@ -60,7 +65,9 @@ def parse(
     Without --config, the config is that of the run in --workdir.
     """
     folder = os.path.expanduser((_values(argv, "workdir") or [""])[-1])
-    if folder and not _values(argv, "config") and os.path.isfile(file := os.path.join(folder, "config.json")):
+    file, has_help = os.path.join(folder, CONFIG_FILE), any(word.startswith(("-help", "--help")) for word in argv)
+    is_of_run = bool(folder) and "://" not in folder and "workdir" in values and not _values(argv, "config")
+    if is_of_run and (os.path.isfile(file) or not has_help):
         argv = [argv[0], f"--config={file}", *argv[1:]]
     try:
         sys.path += _values(argv, "code")  # before the config file, which may need it
@@ -145,7 +152,10 @@ def _typed(config: config_dict.ConfigDict, field: str) -> Any:
 
 
 def _saved(path: str) -> config_dict.ConfigDict:
-    """Returns the config in the config.json of a run. Raises ValueError if it has none, or functions of a config file."""
+    """Returns the config in the config.json of a run. Raises `_NotARun` if it does not exist, and ValueError if it has no config, or functions of a config file."""
+    folder, name = os.path.split(path)
+    if name == CONFIG_FILE and not os.path.exists(path):
+        raise _NotARun(f"workdir {folder} has no {name}: it is not a run; correct it, or give --config")
     if not (saved := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
         raise ValueError(f"{path} is not the config.json of a run; give that, or a file of configs/")
     if saved["rl"]["loss_function"]:
@@ -183,9 +193,7 @@ def _mistakes(
 
     The config is None if its file is the mistake.
     """
-    first, files, folders = _explained(error), _values(argv, "config"), _values(argv, "workdir")
-    if first.startswith("--config must be given") and folders and "://" not in folders[-1]:  # it is no run's either
-        first = f"workdir {folders[-1]} has no config.json: it is not a run; correct it, or give --config"
+    first, files = _explained(error), _values(argv, "config")
     try:
         config: Any = values["config"].parser.parse(files[-1])
         fields = base_fields.flat(config.to_dict())
@@ -221,6 +229,8 @@ def _mistakes(
 
 def _explained(error: Exception) -> str:
     """Returns one line on an error of absl, of ml_collections, or of the config file."""
+    if isinstance(error, _NotARun):
+        return str(error)
     if isinstance(error, SyntaxError):
         return f"the config file has a syntax error: {error.filename}, line {error.lineno}: {error.msg}; correct it"
     if isinstance(error, FileNotFoundError):

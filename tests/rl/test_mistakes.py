@@ -108,3 +108,5 @@ def test_a_command_takes_its_working_directory_as_the_first_argument(tmp_path):
     found = commands.forked("rl.export", tmp_path, "--output=x")
     line = f"error: workdir {tmp_path} has no config.json: it is not a run; correct it, or give --config\n"
     assert found.returncode == 2 and found.stderr == line
+    found = commands.forked("rl.export", tmp_path, "--help")
+    assert found.returncode == 0 and not found.stderr and "fields of the config" in found.stdout
