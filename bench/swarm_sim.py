@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from configs import base
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry
 from rl.swarm.orchestrator import work_share, worker_health
@@ -80,8 +81,11 @@ class Simulation:
         self.lengths: list[float] = []
         self.queue = group_queue.GroupQueue()
         sizes = {"prompts_per_step": swarm.groups, "max_lag": swarm.lag, "max_off_policy": swarm.off_policy}
-        rule = batches_lib.BatchRule(swarm.batch, oversampling=swarm.oversampling, **sizes)  # of a run without an end
-        self.batches = batches_lib.Batches(rule, self.queue, self.make_groups)
+        rl = base.get_config().rl
+        rl.update(
+            batch=swarm.batch, oversampling=swarm.oversampling, num_steps=2**31, **sizes
+        )  # of a run without an end
+        self.batches = batches_lib.Batches(rl, self.queue, self.make_groups)
         self.share = work_share.WorkShare(self.lease_s)
         marks = {"min_rate": 1.0, "invited_rate": 1.0, "invited": [f"n{i}" for i in range(swarm.nodes)]}
         self.health = worker_health.WorkerHealth(3, self.lease_s, **marks)

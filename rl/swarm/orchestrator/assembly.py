@@ -142,11 +142,9 @@ def _verdicts(
     trust, validator: verifier.Verifier, key: rollout_lib.WorkerKey, on_fault, num_hosts: int
 ) -> verdict_collector.VerdictCollector:
     """Returns the collector of verdicts on quarantined groups, from the processes in `trust.validators`, or this one."""
-    if not trust.validators:
-        replay = _on_device(trust.device, validator.check_groups_with_weights, num_hosts)
-        return verdict_collector.VerdictCollector(key, replay, on_fault=on_fault)
-    options = dict(validators=trust.validators, quorum=trust.quorum, verdict_s=trust.verdict_s, on_fault=on_fault)
-    return verdict_collector.VerdictCollector(key, **options)
+    limits = {"quorum": trust.quorum, "verdict_s": trust.verdict_s}
+    replay = None if trust.validators else _on_device(trust.device, validator.check_groups_with_weights, num_hosts)
+    return verdict_collector.VerdictCollector(key, replay, validators=trust.validators, on_fault=on_fault, **limits)
 
 
 def check(config, num_hosts: int) -> None:

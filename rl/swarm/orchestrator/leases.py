@@ -203,7 +203,10 @@ class Leases:
             state.health.lost(lease.worker, lease.group.key, now_s, blame=blame)
 
     def _give_back(self, state: RunState, worker: str, key: queue_entry.Key, problem: str, now_s: float) -> None:
-        """Ends the lease of a group that its worker will not finish, because of `problem`."""
+        """Ends the lease of a group that its worker will not finish, because of `problem`.
+
+        Gives the group's environment up if all invited workers give its groups back for one and the same cause.
+        """
         if not (lease := state.queue.give_back(key, worker)):
             return
         is_gone = 0 <= lease.group.version < state.policy.version  # it is not served any more
@@ -212,8 +215,12 @@ class Leases:
         self._expire(state, lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
         if not is_done:
             state.health.returned(key, now_s)
-        if not state.health.is_stranger(worker):  # a few of those could end the run
-            self._note_cause(state, worker, lease.group.env, key, problem, now_s)
+        if state.health.is_stranger(worker):  # a few of those could end the run
+            return
+        env, invited = lease.group.env, state.health.invited
+        active = [one for one in self.nodes.healthy("worker") if one in invited and not state.health.is_banned(one)]
+        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in state.left_out:
+            self._give_up(state, env, problem)
 
     def _expire(
         self, state: RunState, lease: queue_entry.HeldLease, now_s: float, count: str, *, blame: bool = True
@@ -222,15 +229,6 @@ class Leases:
         state.counts[count] += 1
         is_to_blame = blame and not self.nodes.was_away(lease.since_s)
         state.health.expired(lease.worker, lease.group.key, now_s, blame=is_to_blame)
-
-    def _note_cause(
-        self, state: RunState, worker: str, env: str, key: queue_entry.Key, problem: str, now_s: float
-    ) -> None:
-        """Gives an environment up if all invited workers give its groups back for one and the same cause."""
-        workers, health = self.nodes.healthy("worker"), state.health
-        active = [one for one in workers if one in health.invited and not health.is_banned(one)]
-        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in state.left_out:
-            self._give_up(state, env, problem)
 
     def _give_up(self, state: RunState, env: str, cause: str) -> None:
         """Leaves an environment out of the run, or ends the run if less than half of its groups would remain."""

@@ -243,12 +243,6 @@ class Nodes:
         with self.lock:
             return [node.key for node in self._registry.healthy(role)]
 
-    def num_silent_workers(self) -> int:
-        """Returns the number of workers that are SUSPECT or DEAD."""
-        with self.lock:
-            count = self._registry.count("worker")
-        return count[registry_lib.State.SUSPECT] + count[registry_lib.State.DEAD]
-
     def num_signed_in(self) -> int:
         """Returns the number of healthy nodes that send heartbeats of their own; static servers do not count."""
         with self.lock:

@@ -15,7 +15,6 @@ clock and servers. It runs in the learner's process and imports no environment: 
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import gc
 import json
@@ -100,7 +99,7 @@ class Orchestrator:
         self.locked = state_lib.Locked(
             self._first_state(invited, {*server_keys, *config.topology.server_keys}, is_measuring, clock)
         )
-        self.admission = gate.Admission(gate.Policy.of(config), key.worker, invited, stake)
+        self.admission = gate.Admission(config, key.worker, invited, stake)
         self.nodes = nodes.Nodes(
             lock=self.locked.lock,
             clock=clock,
@@ -335,7 +334,7 @@ class Orchestrator:
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
             **({"vine": config.vine.to_dict()} if config.rl.credit == "vine" else {}),
-            "admission": dataclasses.asdict(self.admission.policy),
+            "admission": self.admission.policy,
             "step": version,
             "policy": policy.to_json() if policy.version >= 0 else None,
         }
@@ -375,7 +374,6 @@ class Orchestrator:
         config, queue = self._config, group_queue.GroupQueue()
         draws = self._curriculum.draws if self._curriculum else None
         make_groups = functools.partial(task_schedule.numbered_groups, config, draws=draws)
-        rule = batches.BatchRule.of(config)
         marks = functools.partial(
             worker_health.WorkerHealth,
             config.trust.max_attempts,
@@ -385,7 +383,7 @@ class Orchestrator:
         )
         return RunState(
             queue=queue,
-            batches=batches.Batches(rule, queue, make_groups, self._rewards.has_signal),
+            batches=batches.Batches(config.rl, queue, make_groups, self._rewards.has_signal),
             health=marks(invited=invited, is_measuring=is_measuring),
             servers=marks(invited=registered),
             share=work_share.WorkShare(config.topology.lease_s),
@@ -468,7 +466,9 @@ class Orchestrator:
             if missing := [key for key in keys if key not in logged]:
                 found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
-            state.recorded[run.step] = [logged.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
+            state.recorded[run.step] = [logged.pop(key) for key in keys]
+            for entry in state.recorded[run.step]:
+                entry.is_verified = run.batch[entry.group.key[1:]] == "verified"
             taken, dropped = ([number for _, number in names] for names in (run.batch, run.dropped))
             state.batches.skip(run.step, taken, dropped)
             if self._curriculum:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.protocol import timeline
 from rl.protocol.ledger import run_ledger
-from rl.swarm.orchestrator import group_log, work_share, worker_health
+from rl.swarm.orchestrator import work_share, worker_health
 from rl.swarm.orchestrator.groups import batches, group_queue, queue_entry
 
 Ledger = run_ledger.RunLedger | run_ledger.NoLedger
@@ -35,7 +35,7 @@ class RunState:
     version: int = -1  # the newest that servers have
     left_out: set[str] = dataclasses.field(default_factory=set)  # environments of which no worker can make a group
     # From the log, until the first policy is published.
-    logged: dict[queue_entry.Key, group_log.LoggedGroup] = dataclasses.field(default_factory=dict)
+    logged: dict[queue_entry.Key, queue_entry.Entry] = dataclasses.field(default_factory=dict)
     # The ledger's last batch, maybe not returned yet.
     recorded: dict[int, list[queue_entry.Entry]] = dataclasses.field(default_factory=dict)
     states: dict[int, dict] = dataclasses.field(default_factory=dict)  # of the last two batches, as of their hand-off

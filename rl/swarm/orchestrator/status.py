@@ -37,7 +37,8 @@ class Status:
         """
         rate, loading = self.nodes.tokens_per_s(), state.policy.version > state.version
         count, banned, servers = state.queue.count(), state.health.num_banned(now_s), self.nodes.notice()
-        num_silent = self.nodes.num_silent_workers()
+        nodes = self.nodes.counts()
+        num_silent = nodes["worker_suspect"] + nodes["worker_dead"]
         return (
             f"{name} has {progress[0]} of {progress[1]} groups"
             f"{f', {rate:.0f} tokens/s' if rate else ''}{f', about {left_s:.0f} s left' if left_s else ''}; "

@@ -124,9 +124,11 @@ class Submissions:
                 else:
                     state.counts["unleased"] += len(of)
                     found = f"refused: {NOT_LEASED if digest is None else NOT_SIGNED}"
+            reply = replies["/".join(map(str, key))] = found.reply if isinstance(found, _Taken) else Future()
             if isinstance(found, _Taken):
                 taken.append(found)
-            replies["/".join(map(str, key))] = found.reply if isinstance(found, _Taken) else _known(found)
+            else:
+                reply.set_result(found)
         self._check_in_turns(taken)
         return replies
 
@@ -215,8 +217,7 @@ class Submissions:
                 return VOID
         verdict, scores = self.check_group_without_weights(entry.rollouts, key[0])
         if verdict.accepted and key[0] == "train":
-            head = group_log.LoggedGroup.of(entry, scores).to_json()
-            durable = self.log.append(key[1], head, taken.rows, after=durable)
+            durable = self.log.append(key[1], group_log.header(entry, scores), taken.rows, after=durable)
         yield durable  # this thread goes on with other groups: one write may take many
         durable.result()
         with self.locked as state:
@@ -370,7 +371,7 @@ class Submissions:
         for key in state.batches.too_old():
             self._void(state, state.batches.void(key))
 
-    def restore(self, state: RunState, logged: group_log.LoggedGroup) -> None:
+    def restore(self, state: RunState, logged: queue_entry.Entry) -> None:
         """Takes a group that was submitted and checked before a restart, if the ledger still has it.
 
         Groups without a verdict are drawn again: the restart has other draws, by which an auditor judges the batch.
@@ -406,9 +407,3 @@ def answering(state: RunState, entry: queue_entry.Entry) -> list[tuple[worker_he
 
 def _environment(entry: queue_entry.Entry) -> str:
     return entry.rollouts[0].task.env if entry.rollouts else ""
-
-
-def _known(reply: str) -> Future[str]:
-    future = Future()
-    future.set_result(reply)
-    return future

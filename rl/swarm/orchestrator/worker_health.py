@@ -97,9 +97,8 @@ class WorkerHealth:
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[lease.Key, tuple[str, float]] = {}
-        self._pauses: dict[
-            lease.Key, tuple[int, float]
-        ] = {}  # group -> the number of its returns, and the end of its rest
+        # Group -> the number of its returns, and the end of its rest.
+        self._pauses: dict[lease.Key, tuple[int, float]] = {}
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
@@ -135,12 +134,14 @@ class WorkerHealth:
         if self.is_banned(worker):
             return 0
         one = self._of(worker)
-        if worker not in self.invited and self._is_measuring() and self._is_invited_active(now_s):
-            self._is_stranger_waiting = True
-            return 0
         if worker in self.invited:
             halvings = one.num_halvings if self.has_others(worker, now_s) else 0
             return max(1, num_unfinished >> halvings) - len(held(worker))
+        if self._is_measuring() and any(
+            now_s - self._seen_s.get(key, -math.inf) <= self._lease_s for key in self.invited
+        ):
+            self._is_stranger_waiting = True
+            return 0
         if one.record:
             return 1 + one.record - len(held(worker))
         self._places = [place for place in self._places if now_s < place.until_s or place.key in held(place.worker)]
@@ -293,9 +294,6 @@ class WorkerHealth:
         """Returns True if a known worker other than this one is active and not banned."""
         others = (name for name, seen_s in self._seen_s.items() if name != worker and now_s - seen_s <= self._lease_s)
         return any(self.is_known(name) and not self.is_banned(name) for name in others)
-
-    def _is_invited_active(self, now_s: float) -> bool:
-        return any(name in self.invited and now_s - at_s <= self._lease_s for name, at_s in self._seen_s.items())
 
     def _of(self, worker: str) -> _Worker:
         """Returns the marks of a worker to read; a key without marks leaves no trace."""

@@ -72,7 +72,7 @@ def test_processes_in_other_folders_get_the_absolute_path_of_a_tokenizer(tmp_pat
         assert dataclasses.replace(exp, config=config).broadcast_metadata["tokenizer"] == name
         described = types.SimpleNamespace(_config=config)
         described.nodes = types.SimpleNamespace(servers=list)
-        described.admission = types.SimpleNamespace(policy=gate.Policy.of(config))
+        described.admission = gate.Admission(config, "run", (), lambda worker: 0)
         state = types.SimpleNamespace(version=-1, policy=timeline.Policy(0, -1))
         described.locked = contextlib.nullcontext(state)
         assert orchestrator.Orchestrator.describe(described)["tokenizer"] == name

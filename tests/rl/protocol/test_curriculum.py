@@ -243,7 +243,7 @@ def schedule(c, draw, num_steps=5, cuts=()):
         queue, found = group_queue.GroupQueue(), curriculum.Curriculum(c)
         make = functools.partial(task_schedule.numbered_groups, c, draws=found.draws)
         has_signal = lambda entry: len({one.reward for one in entry.rollouts}) > 1  # noqa: E731
-        batches = batches_lib.Batches(batches_lib.BatchRule.of(c), queue, make, has_signal)
+        batches = batches_lib.Batches(c.rl, queue, make, has_signal)
         queue.begin_epoch(0)
         batches.restore(done, state and state["batches"])
         if state:

@@ -19,40 +19,29 @@ RATE, BURST = 100.0, 200.0  # requests per second of a network, and how many may
 MAX_NETWORKS = 2**16  # whose rate is known
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The rule by which strangers may take part in a run (`trust.admission`), with its numbers."""
-
-    kind: str  # "open" | "invited" | "stake" | "work"
-    min_stake: int = 0
-    work_bits: int = 0
-
-    @classmethod
-    def of(cls, config) -> "Policy":
-        """Returns the policy of a config; an empty `trust.admission` means "invited" if `topology.workers` names keys, else "open"."""
-        kind = config.trust.admission or ("invited" if config.topology.workers else "open")
-        return cls(kind, config.trust.min_stake, config.trust.work_bits)
-
-
 class Admission:
-    """Decides which keys may lease. `invited` are public keys; `stake(worker)` is a key's stake; a proof of work includes the key of the `run`."""
+    """Decides which keys may lease, by the rule of the run for strangers (`trust.admission`).
 
-    def __init__(self, policy: Policy, run: str, invited: Collection[str], stake: Callable[[str], int]):
-        self.policy, self._run, self._invited, self._stake = policy, run, frozenset(invited), stake
+    `invited` are public keys; `stake(worker)` is a key's stake; a proof of work includes the key of the `run`. `policy` is the rule with its
+    numbers, as workers read it. An empty rule means "invited" if `topology.workers` names keys, else "open".
+    """
+
+    def __init__(self, config, run: str, invited: Collection[str], stake: Callable[[str], int]):
+        self._run, self._invited, self._stake, trust = run, frozenset(invited), stake, config.trust
+        self.kind = trust.admission or ("invited" if config.topology.workers else "open")
+        self.policy = {"kind": self.kind, "min_stake": trust.min_stake, "work_bits": trust.work_bits}
 
     def admit(self, worker: str, request: dict) -> None:
         """Raises ValueError if the policy of the run does not let this key take part. `request` has its proof of work."""
-        policy = self.policy
-        if worker in self._invited or policy.kind == "open" or "work" not in request:
+        if worker in self._invited or self.kind == "open" or "work" not in request:
             return
-        if policy.kind == "invited":
+        if self.kind == "invited":
             raise ValueError(f"worker {worker[:16]} is not in topology.workers; ask the operator of the run to add it")
-        if policy.kind == "stake" and (stake := self._stake(worker)) < policy.min_stake:
-            raise ValueError(
-                f"worker {worker[:16]} has a stake of {stake}, and this run asks for {policy.min_stake}; stake more"
-            )
-        if policy.kind == "work" and not lease_lib.is_work(self._run, worker, request["work"], policy.work_bits):
-            found = f"worker {worker[:16]} sent {request['work']!r}, which is not a proof of work of {policy.work_bits} bits"
+        least, num_bits = self.policy["min_stake"], self.policy["work_bits"]
+        if self.kind == "stake" and (stake := self._stake(worker)) < least:
+            raise ValueError(f"worker {worker[:16]} has a stake of {stake}, and this run asks for {least}; stake more")
+        if self.kind == "work" and not lease_lib.is_work(self._run, worker, request["work"], num_bits):
+            found = f"worker {worker[:16]} sent {request['work']!r}, which is not a proof of work of {num_bits} bits"
             raise ValueError(f"{found} for this run; compute one for the run and the key")
 
 
@@ -86,9 +75,8 @@ class Gate:
     session: lease_lib.Session
     admission: Admission
     is_invited: Callable[[str], bool]  # True for a worker that config or launcher named
-    is_known: Callable[
-        [str], bool
-    ]  # True for an invited worker, one with a record, and another node that the run named
+    # True for an invited worker, one with a record, and another node that the run named
+    is_known: Callable[[str], bool]
     may_sign_in: Callable[[str, str], bool]  # (key, role) -> True for a server, relay, or validator that the run named
 
     def __post_init__(self) -> None:

@@ -20,11 +20,9 @@ them once the weights of their versions are gone.
 """
 
 import collections
-import dataclasses
 import fractions
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rl.protocol import curriculum, env_mix, lease, task_schedule
 from rl.swarm.orchestrator.groups import group_queue, queue_entry
@@ -33,51 +31,23 @@ from rl.swarm.orchestrator.groups.queue_entry import Key, State
 REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchRule:
-    """The fields of `config.rl` that decide which groups a batch has."""
-
-    batch: str = "prescribed"  # of task_schedule.BATCHES
-    prompts_per_step: int = 32  # P
-    num_steps: int = 2**31
-    max_lag: int = 1
-    max_off_policy: int = 8
-    oversampling: float = 1.0  # groups on their way, as a multiple of those that the open batches need
-    refill: float = 0.0  # groups without a signal that are replaced, at most, as a multiple of P
-    tokens_per_step: int = 0  # sampled tokens of a batch; 0: its groups are counted
-    curriculum: str = ""  # of curriculum.KINDS
-
-    @classmethod
-    def of(cls, config) -> "BatchRule":
-        """Returns the rule of a resolved config."""
-        return cls(**{field.name: config.rl[field.name] for field in dataclasses.fields(cls)})
-
-    @functools.cached_property
-    def max_flat(self) -> int:
-        """The most groups without a signal that are replaced for a batch."""
-        return env_mix.max_flat(self)
-
-    @property
-    def per_step(self) -> int:
-        """How many numbers of groups each step has."""
-        return curriculum.groups_per_step(self)
-
-
 class Batches:
     """The batches of a run, from the groups of `queue`. Only these methods may add, take, or drop its training groups.
 
-    `make_groups(numbers, min_version)` returns the groups with these numbers in the prescribed order (from 0); `has_signal` returns
-    False for an eligible entry with zero advantages only.
+    `rl` is that section of the run's config. `make_groups(numbers, min_version)` returns the groups with these numbers in the prescribed
+    order (from 0); `has_signal` returns False for an eligible entry with zero advantages only.
     """
 
     def __init__(
         self,
-        rule: BatchRule,
+        rl,
         queue: group_queue.GroupQueue,
         make_groups: Callable[[Sequence[int], int], Sequence[lease.Lease]],
         has_signal: Callable[[queue_entry.Entry], bool] = lambda entry: True,
     ):
-        self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal
+        self._rl, self._queue, self._make_groups, self._has_signal = rl, queue, make_groups, has_signal
+        self._is_fixed, self._max_flat = task_schedule.is_fixed(rl), env_mix.max_flat(rl)
+        self._per_step = curriculum.groups_per_step(rl)  # numbers of groups that each step has
         self._version = -1  # the newest that servers have
         self.step = 0  # the last batch that was taken
         self._num_opened = 0  # groups of the order
@@ -87,7 +57,6 @@ class Batches:
         self._left_out: set[str] = set()  # environments
         # (step, group) of these environments, in batches to come that have the groups of their step
         self._missing: set[tuple[int, int]] = set()
-        self._is_fixed = task_schedule.is_fixed(rule)
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
         self._hole: Key | None = None  # the group for which the last `collect` waited
@@ -104,7 +73,7 @@ class Batches:
 
     def accepted(self, key: Key) -> None:
         """Checks whether a group that became eligible has a signal, and opens a replacement if it has none. `collect` does so, too, but later."""
-        if self._rule.max_flat and key in self._waiting and not self._signals(key):
+        if self._max_flat and key in self._waiting and not self._signals(key):
             self._open()
 
     def leave_out(self, env: str) -> None:
@@ -124,13 +93,13 @@ class Batches:
     @property
     def oldest(self) -> int:
         """The oldest version that the next batch may have."""
-        return self.step - self._rule.max_off_policy
+        return self.step - self._rl.max_off_policy
 
     def too_old(self) -> list[Key]:
         """Returns the groups whose rollouts wait for checks or a verdict, and are too old for the next batch."""
         found = ((key, self._queue.entries[key]) for key in self._waiting)
-        waiting = (State.SUBMITTED, State.QUARANTINED)
-        return [key for key, entry in found if entry.state in waiting and entry.oldest_version < self.oldest]
+        waiting, oldest = (State.SUBMITTED, State.QUARANTINED), self.oldest
+        return [key for key, entry in found if entry.state in waiting and entry.oldest_version < oldest]
 
     def void(self, key: Key) -> queue_entry.Entry:
         """Drops the rollouts of a group that are too old, so that it is made again; returns its entry as it was before."""
@@ -149,27 +118,29 @@ class Batches:
         if not (wanted := self._wanted(step)):
             found = f"all groups of batch {step} are of {', '.join(sorted(self._left_out))}, which no worker can make"
             raise ValueError(f"{found}; raise rl.prompts_per_step, or remove envs.{min(self._left_out)}")
-        if not self._rule.tokens_per_step and self._queue.count()[State.ELIGIBLE] < wanted:
+        most_tokens = self._rl.tokens_per_step
+        if not most_tokens and self._queue.count()[State.ELIGIBLE] < wanted:
             return None
-        waits = self._rule.batch == "prescribed"
+        waits = self._rl.batch == "prescribed"
         taken: list[Key] = []
         flat: list[Key] = []
         stale: list[Key] = []
-        num_tokens, self._hole = 0, None
-        for key in self._candidates(step):
+        num_tokens, oldest, self._hole = 0, self.oldest, None
+        of_step = (key for key in self._waiting if key[1] == step)
+        for key in sorted(of_step) if self._rl.curriculum else self._waiting:
             entry = self._queue.entries[key]
             if entry.state is not State.ELIGIBLE:
                 if waits:
                     self._hole = key
                     break
-            elif entry.oldest_version < self.oldest:
+            elif entry.oldest_version < oldest:
                 stale.append(key)
-            elif len(flat) < self._rule.max_flat and not self._signals(key):
+            elif len(flat) < self._max_flat and not self._signals(key):
                 flat.append(key)
             else:
                 taken.append(key)
                 num_tokens += sum(entry.lengths)
-                if len(taken) == wanted or 0 < self._rule.tokens_per_step <= num_tokens:
+                if len(taken) == wanted or 0 < most_tokens <= num_tokens:
                     return self._take(step, taken, flat, stale)
         self._drop_stale(stale)
         self._open()
@@ -178,7 +149,7 @@ class Batches:
     def progress(self) -> tuple[int, int]:
         """Returns (number of eligible groups that the next batch could use, number that it needs at most), for people."""
         most = self._wanted(self.step + 1)
-        candidates = [*self._waiting][: most if self._rule.batch == "prescribed" else None]
+        candidates = [*self._waiting][: most if self._rl.batch == "prescribed" else None]
         return min(self._queue.num_eligible(candidates), most), most
 
     def take_metrics(self) -> dict[str, float]:
@@ -217,32 +188,32 @@ class Batches:
         Without a state, the batches up to `step` are assumed to have taken the first groups of the order, P each. Raises ValueError if
         batches may take other groups (`task_schedule.is_fixed` is False), since only a state names those.
         """
-        if step and state is None and not task_schedule.is_fixed(self._rule):
+        if step and state is None and not self._is_fixed:
             found = f"the checkpoint of step {step} lacks the groups that its batches took"
             raise ValueError(f"{found}; resume from another one, or start another --workdir")
         self.step = step
-        self._num_opened = state["num_opened"] if state else step * self._rule.prompts_per_step
+        self._num_opened = state["num_opened"] if state else step * self._rl.prompts_per_step
         self._again = sorted(state["waiting"]) if state else []
         # Until servers have version `step`.
-        self._taken = collections.Counter({step: self._rule.prompts_per_step} if step else {})
+        self._taken = collections.Counter({step: self._rl.prompts_per_step} if step else {})
 
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
         """Continues after batch `step`, which took groups `numbers`; no batch will have those in `dropped`. Call it after `restore`."""
         self.step, self._taken[step] = step, len(numbers)
-        if self._rule.curriculum:  # the groups of later steps open as ever
+        if self._rl.curriculum:  # the groups of later steps open as ever
             return
-        gone, first = {*numbers, *dropped}, step * self._rule.prompts_per_step if self._is_fixed else 0
+        gone, first = {*numbers, *dropped}, step * self._rl.prompts_per_step if self._is_fixed else 0
         num_opened = max(self._num_opened, max(gone) + 1, first)
         on_their_way = {*self._again, *range(self._num_opened, num_opened)} - gone
         self._num_opened, self._again = num_opened, sorted(number for number in on_their_way if number >= first)
 
     def reopen(self, kept: Collection[int], version: int) -> None:
         """Opens the groups up to the last number in `kept` again, before servers have a policy; `version` is the oldest that they may have."""
-        if self._rule.curriculum:
-            later = [number for number in kept if number >= self.step * self._rule.per_step]
-            for step in sorted({number // self._rule.per_step + 1 for number in later}):
-                last = max(number for number in later if number // self._rule.per_step + 1 == step)
-                self._add(self._fresh(step, last % self._rule.per_step + 1), version)
+        if self._rl.curriculum:
+            later = [number for number in kept if number >= self.step * self._per_step]
+            for step in sorted({number // self._per_step + 1 for number in later}):
+                last = max(number for number in later if number // self._per_step + 1 == step)
+                self._add(self._fresh(step, last % self._per_step + 1), version)
             return
         last = max(kept, default=-1)
         fresh = range(self._num_opened, last + 1)
@@ -252,7 +223,7 @@ class Batches:
         self._add(numbers, version)
 
     def _take(self, step: int, taken: list[Key], flat: list[Key], stale: list[Key]) -> list[queue_entry.Entry] | None:
-        if stale and self._rule.batch == "prescribed":  # their places are not filled by later groups
+        if stale and self._rl.batch == "prescribed":  # their places are not filled by later groups
             self._drop_stale(stale)
             return None
         self._drop_stale(stale)
@@ -265,14 +236,14 @@ class Batches:
             self._taken[step] = len(taken) + sum(of == step for of, _ in self._missing)
         self._missing = {one for one in self._missing if one[0] > step}
         entries = self._queue.take(taken)
-        for key in [key for key in self._waiting if self._rule.curriculum and key[1] <= step]:
+        for key in [key for key in self._waiting if key[1] <= step] if self._rl.curriculum else ():
             self._drop(key, "late")  # it replaced a group that has a signal after all
         self._open()
         return entries
 
     def _drop_stale(self, stale: list[Key]) -> None:
         for key in reversed(stale):
-            if self._rule.batch == "prescribed":
+            if self._rl.batch == "prescribed":
                 self.void(key)
                 self._hole = key
             else:
@@ -306,17 +277,17 @@ class Batches:
             return
         # One that servers have: work of a lease that pins it is not refused.
         self._queue.min_version = min(self._version, self.oldest)
-        rule = self._rule
-        if rule.curriculum:
+        rl = self._rl
+        if rl.curriculum:
             flat = collections.Counter(step for _, step, _ in self._flat)
-            for step in range(self.step + 1, min(self._version + 1 + rule.max_lag, rule.num_steps) + 1):
-                wanted = min(rule.prompts_per_step + flat[step], rule.per_step)
+            for step in range(self.step + 1, min(self._version + 1 + rl.max_lag, rl.num_steps) + 1):
+                wanted = min(rl.prompts_per_step + flat[step], self._per_step)
                 if numbers := self._fresh(step, wanted):
                     self._add(numbers, self._version)
             return
-        num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
-        needed = math.ceil(num_batches * rule.prompts_per_step * fractions.Fraction(str(rule.oversampling)))
-        needed += min(len(self._flat), rule.max_flat) - self._taken.total()
+        num_batches = min(self._version + 1 + rl.max_lag, rl.num_steps) - min(self._version, self.step)
+        needed = math.ceil(num_batches * rl.prompts_per_step * fractions.Fraction(str(rl.oversampling)))
+        needed += min(len(self._flat), self._max_flat) - self._taken.total()
         while (count := needed - len(self._waiting) - len(self._missing)) > 0:  # more than once if some are left out
             numbers, self._again = self._again[:count], self._again[count:]
             fresh = range(self._num_opened, self._num_opened + count - len(numbers))
@@ -325,19 +296,13 @@ class Batches:
 
     def _wanted(self, step: int) -> int:
         """Returns the number of groups that batch `step` needs at most."""
-        return self._rule.prompts_per_step - sum(of == step for of, _ in self._missing)
+        return self._rl.prompts_per_step - sum(of == step for of, _ in self._missing)
 
     def _fresh(self, step: int, count: int) -> range:
         """Returns the numbers of the first `count` groups of a step that were not opened yet, and counts them as opened."""
-        first, opened = (step - 1) * self._rule.per_step, self._of_step[step]
+        first, opened = (step - 1) * self._per_step, self._of_step[step]
         self._of_step[step] = max(opened, count)
         return range(first + opened, first + count)
-
-    def _candidates(self, step: int) -> Iterable[Key]:
-        """Returns the waiting groups that batch `step` may take, in order."""
-        if not self._rule.curriculum:
-            return self._waiting
-        return sorted(key for key in self._waiting if key[1] == step)
 
     def _add(self, numbers: Sequence[int], version: int) -> None:
         prescribed = self._make_groups(numbers, version)

@@ -317,8 +317,8 @@ class GroupQueue:
         return collections.Counter({state: number for state in State if (number := self._index.count[state])})
 
     def _late(self, num_looks: int, is_late: IsTrue, leaves_room: IsTrue, worker: str = "") -> Iterator[Key]:
-        for key in itertools.chain(
-            *(itertools.islice(keys, num_looks) for keys in (self._index.aging, self._index.shared))
+        for key in (
+            key for keys in (self._index.aging, self._index.shared) for key in itertools.islice(keys, num_looks)
         ):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())

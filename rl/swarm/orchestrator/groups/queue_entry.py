@@ -71,9 +71,8 @@ class Entry:
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
     since_s: float = -math.inf  # of the lease that the rollouts answer
-    spares: list[tuple[HeldLease, list[rollout_lib.Rollout], str]] = dataclasses.field(
-        default_factory=list
-    )  # with digests
+    # With digests.
+    spares: list[tuple[HeldLease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)
     oldest_version: int = 0  # of the submitted rollouts, prompts included
     lengths: Sequence[int] = ()  # sampled tokens of each
 

@@ -58,9 +58,8 @@ class Rewards:
             total = self._num_scored
             if 2 * total["failed"] > total["all"] or num_failed == num_samples:
                 found = f"the scorer failed for {total['failed']} of {total['all']} samples of this run, {num_failed} of {num_samples} in batch {step}"
-                raise ValueError(
-                    f"{found}; the first error: {first}; correct the environment, or set rl.score_errors = 'zero'"
-                )
+                text = f"{found}; the first error: {first}"
+                raise ValueError(f"{text}; correct the environment, or set rl.score_errors = 'zero'")
             left = f"batch {step} leaves out {num_failed} of {num_samples} samples, for which the scorer failed"
             self._on_notice(f"{left} (rl.score_errors); the first error: {first}")
         return {"rollout/score_error_frac": num_failed / max(num_samples, 1)}

@@ -48,9 +48,8 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
         try:
             found = await run(functools.partial(calls[name], **body))
         except TypeError as error:
-            raise ValueError(
-                f"the fields of {name} are {sorted(body)} ({error}); run the orchestrator from the learner's release"
-            ) from error
+            text = f"the fields of {name} are {sorted(body)} ({error})"
+            raise ValueError(f"{text}; run the orchestrator from the learner's release") from error
         if isinstance(found, bytes):
             return responses.Response(found)
         status, reply = 200, {"result": found}

@@ -200,9 +200,7 @@ class VerdictCollector:
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
-                    if verdict.reason == verdict_lib.Reason.WEIGHTS and self._is_open(
-                        case
-                    ):  # of a published version: our own fault
+                    if self._lacks_weights(case, verdict):  # of a published version: our own fault
                         found = f"the validator cannot replay {case.name}: weights: {verdict.detail}"
                         raise ValueError(f"{found}; check the published weights of the run")
                     self._vote(case, validator, verdict)
@@ -236,9 +234,7 @@ class VerdictCollector:
             is_outage = is_silent and isinstance(error, TimeoutError | ServerError)
             first.failures[validator.key] += is_alone and request == "POST /verdicts" and not is_outage
         for case, verdict in zip(cases, found, strict=False):
-            if verdict.reason == verdict_lib.Reason.WEIGHTS and self._is_open(
-                case
-            ):  # not withdrawn because they are gone
+            if self._lacks_weights(case, verdict):
                 problem = f"it lacks the weights of {case.name}: {verdict.detail}"
                 case.lack_weights.add(validator.key)
                 case.failures[validator.key] = 0
@@ -254,7 +250,9 @@ class VerdictCollector:
                 case.failed_s.setdefault(validator.key, time.monotonic())
             self._check_weights(case)
         for case in [*self._cases.values()]:  # others, too: they may wait for a validator that is excluded now
-            self._check_quorum(case)
+            if verdict := case.void(self.quorum):
+                self._on_fault(f"{case.name} is void, and is generated again: {verdict.detail}")
+                self._finish(case, verdict)
         self._notify()
 
     def _vote(self, case: Case, validator: Validator, verdict: verdict_lib.SignedVerdict) -> None:
@@ -277,11 +275,9 @@ class VerdictCollector:
         """Returns False for a group that was decided or withdrawn meanwhile."""
         return self._cases.get(case.digest) is case
 
-    def _check_quorum(self, case: Case) -> None:
-        """Makes a group void if it cannot get a quorum any more."""
-        if verdict := case.void(self.quorum):
-            self._on_fault(f"{case.name} is void, and is generated again: {verdict.detail}")
-            self._finish(case, verdict)
+    def _lacks_weights(self, case: Case, verdict: verdict_lib.SignedVerdict) -> bool:
+        """Returns True for a validator that lacks the weights of a group, unless the group was withdrawn because they are gone."""
+        return verdict.reason == verdict_lib.Reason.WEIGHTS and self._is_open(case)
 
     def _finish(self, case: Case, verdict: checks.Verdict) -> None:
         del self._cases[case.digest]

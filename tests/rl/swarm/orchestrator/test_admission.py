@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+import types
 
 import httpx
 import numpy as np
@@ -508,8 +509,9 @@ def size(found):
 @pytest.mark.parametrize("kind", ["open", "invited", "stake", "work"])
 def test_who_may_take_part(kind):
     stakes = {"rich": 5, "poor": 4}
-    policy = gate.Policy(kind, min_stake=5, work_bits=8)
-    admission = gate.Admission(policy, RUN.worker, ["guest"], lambda worker: stakes.get(worker, 0))
+    trust = types.SimpleNamespace(admission=kind, min_stake=5, work_bits=8)
+    config = types.SimpleNamespace(trust=trust, topology=types.SimpleNamespace(workers=()))
+    admission = gate.Admission(config, RUN.worker, ["guest"], lambda worker: stakes.get(worker, 0))
     work = lease_lib.find_work(RUN.worker, "rich", 8)
     admission.admit("guest", {"work": ""})
     admission.admit("poor", {})  # a submission: its key leased before

@@ -9,6 +9,7 @@ from rl.protocol import lease
 from rl.swarm.orchestrator.groups import batches as batches_lib
 from rl.swarm.orchestrator.groups import group_queue
 from rl.swarm.orchestrator.groups.queue_entry import State
+from tests.support import rl_section
 
 
 class Run:
@@ -16,7 +17,7 @@ class Run:
 
     def __init__(self, **rule):
         self.queue = group_queue.GroupQueue()
-        self.rule = batches_lib.BatchRule(**dict(num_steps=9, max_lag=1, oversampling=1.0) | rule)
+        self.rule = rl_section.make(**dict(num_steps=9, max_lag=1, oversampling=1.0) | rule)
         self.batches = batches_lib.Batches(self.rule, self.queue, self.make_groups)
 
     def make_groups(self, numbers, version):

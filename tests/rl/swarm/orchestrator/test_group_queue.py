@@ -10,9 +10,11 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+from rl.protocol import env_mix
 from rl.protocol import lease as lease_lib
 from rl.swarm.orchestrator.groups import batches, group_queue, queue_entry
 from rl.swarm.orchestrator.groups.queue_entry import Delivery, State
+from tests.support import rl_section
 
 P, LEASE_S = 3, 10.0
 WORKERS = st.sampled_from(["a", "b", "c"])
@@ -345,13 +347,11 @@ def test_each_late_group_is_copied_for_workers_that_wait():
 
 @pytest.mark.parametrize("percent", range(100))
 def test_parts_of_a_batch_are_exact(percent):
-    rule = batches.BatchRule(
-        prompts_per_step=100, max_lag=0, oversampling=float(f"1.{percent:02}"), refill=percent / 100
-    )
+    rule = rl_section.make(prompts_per_step=100, max_lag=0, oversampling=float(f"1.{percent:02}"), refill=percent / 100)
     queue = group_queue.GroupQueue()
     make_groups = lambda numbers, version: [dataclasses.replace(batch(1)[0], group=n) for n in numbers]  # noqa: E731
     batches.Batches(rule, queue, make_groups).load(0)
-    assert rule.max_flat == percent and len(queue.entries) == 100 + percent
+    assert env_mix.max_flat(rule) == percent and len(queue.entries) == 100 + percent
 
 
 def test_a_group_whose_rollouts_are_refused_is_as_old_as_the_lease_that_is_left():

@@ -6,20 +6,20 @@ own: which policy made each token, which groups were trained, and the fate of ea
 
 import collections
 import copy
-import dataclasses
 import random
 import types
 
 import numpy as np
 import pytest
 
+from rl.protocol import env_mix, registry, task_schedule
 from rl.protocol import lease as lease_lib
-from rl.protocol import registry, task_schedule
 from rl.protocol.timeline import Policy
 from rl.swarm.orchestrator import work_share
 from rl.swarm.orchestrator.groups import batches as batches_lib
 from rl.swarm.orchestrator.groups import group_queue, queue_entry
 from rl.swarm.orchestrator.groups.queue_entry import Delivery, State
+from tests.support import rl_section
 
 LEASE_S, BEAT_S, NUM_BATCHES = 20.0, 5.0, 6
 MASK = np.array([False, True, True])
@@ -31,7 +31,7 @@ class World:
     def __init__(self, seed):
         self.draw = draw = random.Random(seed)
         lag = draw.choice([0, 1, 1, 2, 3])
-        self.rule = batches_lib.BatchRule(
+        self.rule = rl_section.make(
             batch=draw.choice(task_schedule.BATCHES),
             prompts_per_step=draw.randint(1, 4),
             num_steps=NUM_BATCHES,
@@ -42,7 +42,7 @@ class World:
             tokens_per_step=draw.choice([0, 0, 9]),
         )
         if task_schedule.is_fixed(self.rule):  # a config with more is refused
-            self.rule = dataclasses.replace(self.rule, oversampling=1.0)
+            self.rule.oversampling = 1.0
         self.calmness, self.check_rate = draw.random(), draw.choice([0.1, 0.5])
         self.now_s, self.has_validator, self.num_outages = 0.0, True, draw.choice([0, 1, 2])
         self.nodes = registry.Registry(BEAT_S, is_named=lambda key: True)
@@ -263,7 +263,7 @@ class World:
             if not is_eligible or min(p.version for p in self.truth[digest].policies) < oldest:
                 if rule.batch == "prescribed":
                     return None
-            elif self.truth[digest].flat and num_flat < rule.max_flat:
+            elif self.truth[digest].flat and num_flat < env_mix.max_flat(rule):
                 num_flat += 1
             else:
                 chosen.append(key)
@@ -417,7 +417,7 @@ class World:
         on_their_way = len(numbers) - sum(entry.is_submitted for entry in self.queue.entries.values())
         batch_size, lag = self.rule.prompts_per_step * self.rule.oversampling, self.rule.max_lag
         # One that had no signal may be taken back.
-        assert on_their_way <= np.ceil((1 + lag) * batch_size) + self.rule.max_flat
+        assert on_their_way <= np.ceil((1 + lag) * batch_size) + env_mix.max_flat(self.rule)
         num_opened = len(waiting) + sum(n > self.loaded for n in self.trained.values())
         assert num_opened >= np.ceil((min(self.loaded + 1 + lag, NUM_BATCHES) - self.loaded) * batch_size)
         if not self.step == self.published:

@@ -14,6 +14,7 @@ from rl.swarm.orchestrator import work_share
 from rl.swarm.orchestrator.groups import batches as batches_lib
 from rl.swarm.orchestrator.groups import group_queue, queue_entry
 from rl.swarm.orchestrator.groups.queue_entry import State
+from tests.support import rl_section
 
 LEASE_S = 120.0
 
@@ -29,7 +30,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
     def make_groups(numbers, version):
         return [lease_lib.Lease(1 + n // num_groups, n, "train", n, n, 1, 1.0, 0) for n in numbers]
 
-    rule = batches_lib.BatchRule(prompts_per_step=num_groups, num_steps=num_steps, max_lag=max_lag)
+    rule = rl_section.make(prompts_per_step=num_groups, num_steps=num_steps, max_lag=max_lag)
     batches = batches_lib.Batches(rule, queue, make_groups)
     batches.restore(0, None)
     batches.load(0)
