@@ -25,6 +25,16 @@ from rl.protocol import env_mix
 
 KINDS = ("", "pools", "levels")  # values of rl.curriculum
 POOLS = ("hard", "normal", "easy", "unseen")
+# Fields of `config.curriculum`, in the order of the digest.
+FIELDS = (
+    "hard_below",
+    "easy_above",
+    *(f"{pool}_weight" for pool in POOLS),
+    "drop_at",
+    "level_up",
+    "level_groups",
+    "level_width",
+)
 MAX_ATTEMPTS = 32  # to draw a task that the step does not have yet
 MAX_TASKS = 2**30
 FILE = "curriculum.json"  # in the directory of a step's rollouts
@@ -40,38 +50,15 @@ class Result:
     reward: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """The fields of `config.curriculum`."""
-
-    hard_below: float = 0.25
-    easy_above: float = 0.75
-    hard_weight: float = 0.2
-    normal_weight: float = 1.0
-    easy_weight: float = 0.2
-    unseen_weight: float = 1.0
-    drop_at: float = 0.0  # 0: no task is dropped
-    level_up: float = 0.9
-    level_groups: int = 8
-    level_width: int = 4
-
-    @classmethod
-    def of(cls, config) -> "Rule":
-        """Returns the rule of a config. Raises ValueError for values out of their range."""
-        rule = cls(**config.curriculum.to_dict())
-        if not rule.hard_below <= rule.easy_above:
-            found = f"curriculum.hard_below = {rule.hard_below:g} exceeds curriculum.easy_above = {rule.easy_above:g}"
-            raise ValueError(f"{found}; lower it")
-        if not (min(rule.weights) >= 0 and rule.unseen_weight > 0):
-            raise ValueError("the weights of curriculum must be at least 0, and unseen_weight above 0; raise them")
-        if min(rule.level_groups, rule.level_width) < 1:
-            raise ValueError("curriculum.level_groups and level_width must be at least 1; raise them")
-        return rule
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The weights of POOLS."""
-        return self.hard_weight, self.normal_weight, self.easy_weight, self.unseen_weight
+def _check(rule) -> None:
+    """Raises ValueError for values of `config.curriculum` that are out of their range."""
+    if not rule.hard_below <= rule.easy_above:
+        found = f"curriculum.hard_below = {rule.hard_below:g} exceeds curriculum.easy_above = {rule.easy_above:g}"
+        raise ValueError(f"{found}; lower it")
+    if not (min(rule[f"{pool}_weight"] for pool in POOLS) >= 0 and rule.unseen_weight > 0):
+        raise ValueError("the weights of curriculum must be at least 0, and unseen_weight above 0; raise them")
+    if min(rule.level_groups, rule.level_width) < 1:
+        raise ValueError("curriculum.level_groups and level_width must be at least 1; raise them")
 
 
 def slots(config, step: int) -> list[str]:
@@ -92,10 +79,11 @@ class Curriculum:
 
     def __init__(self, config):
         """Begins before the first batch. Raises ValueError for a rule or an environment that do not fit."""
-        self._config, self._rule, self._lag = config, Rule.of(config), config.rl.max_lag
+        rule, self._config, self._lag = config.curriculum, config, config.rl.max_lag
+        _check(rule)
         kind = _Pools if config.rl.curriculum == "pools" else _Levels
-        self._envs = {key: kind(self._rule, entry) for key, entry in env_mix.entries(config).items()}
-        text = json.dumps([config.rl.curriculum, config.seed, dataclasses.astuple(self._rule)])
+        self._envs = {key: kind(rule, entry) for key, entry in env_mix.entries(config).items()}
+        text = json.dumps([config.rl.curriculum, config.seed, [rule[name] for name in FIELDS]])
         self.step, self.digest = 0, hashlib.sha256(b"intellax/curriculum/1" + text.encode()).hexdigest()
         self._draws: dict[int, list[tuple[str, int]]] = {}
         self._fill()
@@ -182,7 +170,7 @@ def decode(data: bytes) -> list[Result]:
 class _Pools:
     """The newest result of each task of an environment."""
 
-    def __init__(self, rule: Rule, entry: env_mix.Entry):
+    def __init__(self, rule, entry: env_mix.Entry):
         if not entry.num_tasks:
             found = f"{entry.field('num_tasks')} is 0: the environment makes tasks without end, and a pool would stay unseen"
             raise ValueError(f"{found}; set it, as in 1000, or rl.curriculum = 'levels'")
@@ -197,7 +185,7 @@ class _Pools:
 
     def view(self):
         """Returns the function from two random 64-bit numbers to a task index."""
-        sized = ((own, weight * len(own)) for weight, own in zip(self._rule.weights, self._members(), strict=True))
+        sized = ((own, self._rule[f"{pool}_weight"] * len(own)) for pool, own in self._members().items())
         pools = [(own, size) for own, size in sized if size > 0]
         if not pools:
             left = np.flatnonzero(~self._dropped if not self._dropped.all() else self._dropped)
@@ -211,7 +199,7 @@ class _Pools:
         return draw
 
     def metrics(self) -> dict[str, float]:
-        sizes = {name: float(len(own)) for name, own in zip(POOLS, self._members(), strict=True)}
+        sizes = {pool: float(len(own)) for pool, own in self._members().items()}
         return sizes | {"dropped": float(self._dropped.sum())}
 
     def state(self) -> dict:
@@ -223,17 +211,19 @@ class _Pools:
         self._newest[:], self._dropped[:] = np.nan, False
         self._newest[state["index"]], self._dropped[state["dropped"]] = state["reward"], True
 
-    def _members(self) -> list[np.ndarray]:
+    def _members(self) -> dict[str, np.ndarray]:
+        """Returns the tasks of each of POOLS."""
         newest, rule = self._newest, self._rule
         hard, easy = newest <= rule.hard_below, newest > rule.easy_above
         normal = ~(hard | easy | np.isnan(newest))
-        return [np.flatnonzero(own & ~self._dropped) for own in (hard, normal, easy, np.isnan(newest))]
+        found = zip(POOLS, (hard, normal, easy, np.isnan(newest)), strict=True)
+        return {pool: np.flatnonzero(own & ~self._dropped) for pool, own in found}
 
 
 class _Levels:
     """The highest open level of an environment, and the results of its tasks since it opened."""
 
-    def __init__(self, rule: Rule, entry: env_mix.Entry):
+    def __init__(self, rule, entry: env_mix.Entry):
         ladder = entry.options.get("ladder") or {}
         self._num = len(next(iter(ladder.values()), ()))
         if not self._num:

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
@@ -98,7 +99,7 @@ def entries(config) -> dict[str, Entry]:
 
     Raises ValueError for an entry without a name, with an unknown field, or with a value of another type or out of its range.
     """
-    defaults = {field: _value(config, path) for field, path in FIELDS.items()}
+    defaults = {field: functools.reduce(operator.getitem, path.split("."), config) for field, path in FIELDS.items()}
     if not config.envs:
         own = {name: config.env[name] for name in ("name", "num_tasks", "digest")}
         return {"": Entry("", **own, options=_plain(config.env.options), **defaults)}
@@ -265,21 +266,14 @@ def _entry(key: str, fields: Any, defaults: Mapping[str, Any]) -> Entry:
     for name, value in values.items():
         kind = type((own | dict(defaults))[name])
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (
-            is_number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
-        ):
+        is_right = isinstance(value, kind) if kind is str else is_number and (kind is float or isinstance(value, int))
+        if not is_right:
             word = {int: "a whole number", float: "a number", str: "a text"}[kind]
             raise ValueError(f"envs.{key}.{name} = {value!r} is not {word}; correct it")
     for name in ("ratio", "weight"):
         if not 0 < values[name] < math.inf:
             raise ValueError(f"envs.{key}.{name} = {values[name]} must be above 0; raise it, or remove envs.{key}")
     return Entry(key, options=_plain(options), **values)
-
-
-def _value(config, path: str) -> Any:
-    for name in path.split("."):
-        config = config[name]
-    return config
 
 
 def _plain(options: Any) -> dict:

@@ -140,9 +140,8 @@ class RequestVerifier:
         """Returns the signer's public key of a request of a `kind` (`_FIELDS`). Raises ValueError to reject it."""
         rules = _FIELDS["request"] | _FIELDS[kind]
         if missing := rules.keys() - message.keys() - OPTIONAL:
-            raise ValueError(
-                f"{kind} request without {', '.join(sorted(missing))}; sign one as rl/protocol/lease.py does"
-            )
+            text = f"{kind} request without {', '.join(sorted(missing))}"
+            raise ValueError(f"{text}; sign one as rl/protocol/lease.py does")
         if unknown := message.keys() - rules.keys():
             raise ValueError(f"{kind} request has the unknown field {min(unknown)!r:.80}; leave it out")
         for name, (is_ok, rule) in rules.items():

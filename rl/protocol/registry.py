@@ -89,9 +89,8 @@ class Report:
         if not is_text or not (url == "" or sockets.is_url(url)):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
         if not isinstance(problem, str) or len(problem) > sign_in.MAX_PROBLEM or not problem.isprintable():
-            raise ValueError(
-                f"report has problem = {problem!r:.80}; send a line of at most {sign_in.MAX_PROBLEM} letters"
-            )
+            found = f"report has problem = {problem!r:.80}"
+            raise ValueError(f"{found}; send a line of at most {sign_in.MAX_PROBLEM} letters")
         for name, value in load.items():
             is_count, most = type(getattr(Load, name)) is int, 1.0 if name == "kv_used" else 1e12
             is_number = type(value) is int or (type(value) is float and not is_count)

@@ -99,40 +99,43 @@ class SignedSession:
         """
         fields = {"capacity": capacity, "returned": [*returned], "wait_s": wait_s, "begun_us": self.begun_us}
         fields |= {"env_digest": self.env_digest} if self.env_digest else {}
-        reply = await self._ask("/lease", **fields, **optional)
+        reply = await self._ask_json("/lease", **fields, **optional)
         _check_form("lease", [reply], groups=list)
         return reply | {"groups": [lease.Lease.from_json(one) for one in reply["groups"]]}
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
         """Returns the reply to a heartbeat, which renews the leases of the groups in `holding`. Raises the errors of `exchange`."""
         fields = {"role": "worker", "report": dataclasses.asdict(report), "holding": holding, "leaving": leaving}
-        reply = await self._ask("/heartbeat", **fields)
+        reply = await self._ask_json("/heartbeat", **fields)
         _check_form("heartbeat", [reply], interval_s=NUMBER, void=list)
         return reply
 
     async def submit(self, body: bytes) -> dict[str, str]:
         """Submits a file of rollouts; returns the verdict per group. Raises the errors of `exchange`."""
-        sent, digest = {}, hashlib.sha256(body).hexdigest()
-
-        def make_body():
-            sent.update(lease.request(self.key, self.session, digest=digest))
-            return {"content": body, "headers": {lease.HEADER: json.dumps(sent)}}
-
-        reply = await self.connection.exchange("/submit", make_body)
-        signed_message.check_reply(self.session.run, reply, sent)
+        reply = await self._ask(
+            "/submit",
+            lambda sent: {"content": body, "headers": {lease.HEADER: json.dumps(sent)}},
+            digest=hashlib.sha256(body).hexdigest(),
+        )
         _check_form("submit", [reply], verdicts=dict)
         return reply["verdicts"]
 
-    async def _ask(self, path: str, **fields) -> dict[str, Any]:
-        sent, timeout = {}, httpx.Timeout(60.0, read=60.0 + fields.get("wait_s", 0.0))
+    async def _ask_json(self, path: str, **fields) -> dict[str, Any]:
+        timeout = httpx.Timeout(60.0, read=60.0 + fields.get("wait_s", 0.0))
+        reply = await self._ask(path, lambda sent: {"json": sent, "timeout": timeout}, work=self.work, **fields)
+        _check_form(path[1:], reply.get("servers", []), url=str)
+        return reply
 
-        def make_body():
-            sent.update(lease.request(self.key, self.session, work=self.work, **fields))
-            return {"json": sent, "timeout": timeout}
+    async def _ask(self, path: str, body_of: Callable[[dict], dict], **fields) -> dict[str, Any]:
+        """Returns the reply, signed by the run, to a request with these fields, which is signed anew for each attempt."""
+        sent = {}
+
+        def make_body() -> dict:
+            sent.update(lease.request(self.key, self.session, **fields))
+            return body_of(sent)
 
         reply = await self.connection.exchange(path, make_body)
         signed_message.check_reply(self.session.run, reply, sent)
-        _check_form(path[1:], reply.get("servers", []), url=str)
         return reply
 
 

@@ -14,12 +14,9 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rl.protocol import curriculum, env_mix, lease, noise_seed
-
-if TYPE_CHECKING:
-    import grain
 
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
@@ -130,15 +127,14 @@ def warmup_tasks(config, step: int) -> list[tuple[str, int]]:
 
 def _tasks(config, groups: Iterable[int]) -> list[tuple[str, int]]:
     """Returns (environment, task index) for positions in the order of a run's training tasks."""
-    orders = {env: _task_order(config.seed, entry) for env, entry in env_mix.entries(config).items()}
-    return [(env, int(cast(int, orders[env][position]))) for env, position in env_mix.places(config, groups)]
-
-
-def _task_order(seed: int, entry: env_mix.Entry) -> "grain.MapDataset":
     import grain  # here: it takes seconds, and the rules of a config import this module
 
-    if entry.key:  # else two of the same kind would take their tasks in the same order
-        digest = hashlib.sha256(f"intellax/tasks/{seed}/{entry.key}".encode()).digest()
-        seed = int.from_bytes(digest[:4], "little") % 2**31
-    tasks = grain.MapDataset.range(entry.num_tasks or NUM_TASKS)
-    return tasks.shuffle(seed=seed).repeat()  # a permutation for each epoch
+    orders = {}
+    for env, entry in env_mix.entries(config).items():
+        seed = config.seed
+        if entry.key:  # else two of the same kind would take their tasks in the same order
+            digest = hashlib.sha256(f"intellax/tasks/{seed}/{entry.key}".encode()).digest()
+            seed = int.from_bytes(digest[:4], "little") % 2**31
+        tasks = grain.MapDataset.range(entry.num_tasks or NUM_TASKS)
+        orders[env] = tasks.shuffle(seed=seed).repeat()  # a permutation for each epoch
+    return [(env, int(cast(int, orders[env][position]))) for env, position in env_mix.places(config, groups)]

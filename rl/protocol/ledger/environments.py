@@ -12,6 +12,7 @@ import pathlib
 from rl.protocol.ledger import events, storage
 from rl.protocol.ledger import ledger as ledger_lib
 
+COUNTS = ("groups", "signal", "rollouts", "errors")  # of an environment in a batch event
 UNKNOWN = "(not recorded)"  # the environment of refusals without one
 
 
@@ -63,7 +64,17 @@ class Reader:
             for entry in storage.read(db, self._next):
                 self._add(entry.event)
                 self._next = entry.seq + 1
-        return _sums(self._batches, self._refusals)
+        sums: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        newest: dict[str, str] = {}
+        for _, counts in sorted(self._batches.items()):
+            for one in counts:
+                newest[one["name"]] = one["digest"]
+                sums[one["name"], one["digest"]].update({name: one[name] for name in COUNTS})
+        refused = {(name, newest.get(name, "")): dict(found) for name, found in self._refusals.items()}
+        return [
+            Reputation(name, digest, **sums[name, digest], refusals=refused.get((name, digest), {}))
+            for name, digest in sorted({*sums, *refused})
+        ]
 
     def _add(self, event: events.Event) -> None:
         if event.kind == "resume":
@@ -88,22 +99,3 @@ def table(found: list[Reputation]) -> list[str]:
             f"{one.name[:26]:<28}{one.digest[:16]:<18}{one.groups:>8}{share:>13}{one.rollouts:>10}{errors:>8}  {refused}"
         )
     return lines
-
-
-def _sums(batches: dict[int, list[dict]], refusals: dict[str, collections.Counter[str]]) -> list[Reputation]:
-    sums: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    newest: dict[str, str] = {}
-    for step in sorted(batches):
-        for one in batches[step]:
-            newest[one["name"]] = one["digest"]
-            sums[one["name"], one["digest"]].update(
-                {name: one[name] for name in ("groups", "signal", "rollouts", "errors")}
-            )
-    for name in refusals:
-        sums.setdefault((name, newest.get(name, "")), collections.Counter())
-    return [
-        Reputation(
-            name, digest, **counts, refusals=dict(refusals.get(name, {})) if digest == newest.get(name, "") else {}
-        )
-        for (name, digest), counts in sorted(sums.items())
-    ]
