@@ -23,13 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inference.engine import (
-    compiled_steps,
-    cpu_decode_attention,
-    cpu_sub_batches,
-    decode_state,
-    kv_cache,
-)
+from inference.engine import compiled_steps, cpu_decode_attention, cpu_sub_batches, decode_state, kv_cache
 from models import config as config_lib
 from models import routed_experts, transformer
 

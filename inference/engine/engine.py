@@ -77,9 +77,8 @@ class EngineConfig:
             known = ", ".join(paged_cache.DTYPES[1:])
             raise ValueError(f"page_dtype = {self.page_dtype!r} is not {known}, or num_pages is 0; set both or neither")
         if (steps := self.steps_per_call) > window.WINDOW:
-            raise ValueError(
-                f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
-            )
+            found = f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof"
+            raise ValueError(f"{found}; set it lower")
         if self.num_pages not in (0, AUTO) and self.num_pages < (least := self.pages_per_slot):
             size = f"one sequence of max_model_len = {self.max_model_len} tokens"
             found = f"inference.num_pages = {self.num_pages} of {paged_cache.PAGE} positions do not hold {size}"
@@ -90,11 +89,6 @@ class EngineConfig:
         """The padded prompt lengths that `prefill_batch` is compiled for: powers of two from 16, and the longest."""
         longest = min(self.max_model_len, self.prefill_chunk)
         return (*(1 << bits for bits in range(4, 31) if 1 << bits < longest), longest)
-
-    @property
-    def insert_sizes(self) -> tuple[int, ...]:
-        """The numbers of slots that one `insert_batch` call can fill, in ascending order: few, as each has a compiled program."""
-        return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.prefill_batch, self.num_slots)}))
 
     @property
     def capacity(self) -> int:
@@ -110,11 +104,6 @@ class EngineConfig:
     def num_positions(self) -> int:
         """The number of tokens whose keys and values all slots together have room for."""
         return self.num_pages * paged_cache.PAGE or self.num_slots * self.max_model_len
-
-    @property
-    def tail_chunk(self) -> int:
-        """The number of tokens of a short chunk, for the end of a prompt."""
-        return min(max(16, self.prefill_chunk // 8), self.prefill_chunk, self.capacity)
 
     def settled(self, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> "EngineConfig":
         """Returns these sizes with a number in place of AUTO for `num_pages`.
@@ -133,7 +122,8 @@ class EngineConfig:
         whole, rest = divmod(end - start, chunk)
         if rest > chunk // 2:
             return [chunk] * (whole + 1)
-        return [chunk] * whole + [self.tail_chunk] * -(-rest // self.tail_chunk)
+        short = min(max(16, self.prefill_chunk // 8), chunk)  # for the end of a prompt
+        return [chunk] * whole + [short] * -(-rest // short)
 
     @property
     def key_counts(self) -> tuple[int, ...]:
@@ -317,12 +307,13 @@ class Engine:
     def insert_sizes(self) -> tuple[int, ...]:
         """The numbers of slots that one `insert_batch` call can fill, in ascending order: few, as each has a compiled program."""
         most = self.config.num_slots
-        return (most,) if self.follows_load else self.config.insert_sizes
+        sizes = (most,) if self.follows_load else (1, 8, self.config.prefill_batch, most)
+        return tuple(sorted({min(size, most) for size in sizes}))
 
     @property
     def slot_sizes(self) -> tuple[int, ...]:
         """The numbers of slots for which programs are compiled: the sizes of a state that follows the load, else `insert_sizes`."""
-        return cpu_layers.sizes(self.config.num_slots) if self.follows_load else self.config.insert_sizes
+        return cpu_layers.sizes(self.config.num_slots) if self.follows_load else self.insert_sizes
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:

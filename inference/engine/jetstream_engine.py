@@ -51,9 +51,8 @@ class JetStreamEngine(engine_api.Engine):
     def __init__(self, engine: engine_lib.Engine, params: transformer.Params):
         """`params` are the weights that `load_params` returns. Raises ValueError if slots share pages: a Driver keeps no table of them."""
         if engine.config.num_pages:
-            raise ValueError(
-                f"inference.num_pages = {engine.config.num_pages}, and a JetStream Driver keeps no table of pages; set it to 0"
-            )
+            found = f"inference.num_pages = {engine.config.num_pages}, and a JetStream Driver keeps no table of pages"
+            raise ValueError(f"{found}; set it to 0")
         self._engine, self._params = engine, params
 
     def load_params(self, *args, **kwargs) -> transformer.Params:
@@ -67,9 +66,8 @@ class JetStreamEngine(engine_api.Engine):
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
         """Prefills one prompt. `existing_prefix` must be None."""
         if existing_prefix is not None:
-            raise NotImplementedError(
-                "existing_prefix is set, but prefill after an existing prefix is not supported; pass None"
-            )
+            found = "existing_prefix is set, but prefill after an existing prefix is not supported"
+            raise NotImplementedError(f"{found}; pass None")
         max_len = self._engine.config.max_model_len
         stop_ids = tuple(self._engine.tokenizer.stop_ids)
         request = request_lib.GenerateRequest((), max_tokens=max_len, stop_ids=stop_ids)

@@ -37,21 +37,23 @@ class GenerateRequest:
     oldest_prefix_version: int = -1  # of keys of the prompt that may be reused; -1: only those of the version in use
     adapter: int = -1  # a number of `Engine.adapters`; -1: none, the model itself
 
+    def seed_of(self, index: int) -> int:
+        """Returns the seed of sample `index`."""
+        return (self.seed + index) % 2**32
+
     def check(self, vocab: int, max_len: int) -> None:
         """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""
         if not self.tokens:
             raise ValueError("token_ids is empty; a prompt needs at least one token")
         if len(self.tokens) >= max_len:
-            raise ValueError(
-                f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}; shorten it"
-            )
+            found = f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}"
+            raise ValueError(f"{found}; shorten it")
         biased, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
         named = ("token", self.tokens), ("stop token", self.stop_ids), ("logit_bias token", biased)
         for name, ids in (*named, ("allowed token", self.allowed_ids)):
             if bad := [token for token in ids if not 0 <= token < vocab]:
-                raise ValueError(
-                    f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries; use ids of the model's tokenizer"
-                )
+                found = f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries"
+                raise ValueError(f"{found}; use ids of the model's tokenizer")
         for name, values, most in (
             ("stop token ids", self.stop_ids, MAX_STOPS),
             ("stop strings", self.stop_texts, MAX_STOPS),
@@ -67,6 +69,7 @@ class GenerateRequest:
         self._check_changes()
         # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is NaN
         is_temperature_ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6
+        oldest = self.oldest_prefix_version
         for name, value, ok, rule in (
             ("n", self.num_samples, 1 <= self.num_samples <= 1024, "in 1..1024"),
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
@@ -76,12 +79,7 @@ class GenerateRequest:
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", self.seed, 0 <= self.seed < 2**32, "in 0..2^32 - 1"),
-            (
-                "oldest_prefix_version",
-                self.oldest_prefix_version,
-                -1 <= self.oldest_prefix_version < 2**31,
-                "-1, or in 0..2^31 - 1",
-            ),
+            ("oldest_prefix_version", oldest, -1 <= oldest < 2**31, "-1, or in 0..2^31 - 1"),
             ("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP, f"in 0..{MAX_TOP}"),
         ):
             if not ok:

@@ -257,9 +257,8 @@ def _check_schema(schema: pa.Schema) -> None:
             raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
         if found is None or (found.name, found.type) != (field.name, field.type):
             got = f"{found.name!r}: {found.type}" if found else "nothing"
-            raise ValueError(
-                f"rollout file: column {position} must be {field.name}: {field.type}, got {got}; write all in this order"
-            )
+            text = f"rollout file: column {position} must be {field.name}: {field.type}, got {got}"
+            raise ValueError(f"{text}; write all in this order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,11 +303,9 @@ def _column(name: str, chunked: pa.ChunkedArray) -> Any:
             )
     if is_list:
         return _Lists(array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy())
-    return (
-        array.to_pylist()
-        if is_map or pa.types.is_binary(array.type) or pa.types.is_string(array.type)
-        else array.to_numpy(zero_copy_only=False)  # which booleans cannot be
-    )
+    if is_map or pa.types.is_binary(array.type) or pa.types.is_string(array.type):
+        return array.to_pylist()
+    return array.to_numpy(zero_copy_only=False)  # booleans have no other form
 
 
 def _joined(first: _Lists, second: _Lists) -> _Lists:

@@ -144,8 +144,9 @@ def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
         arrays = (getattr(rollout, name) for name in _ARRAYS)
         if reason := _array_error(rollout) or value_error(*arrays):
             return reason
-    checks = (_calls_error, _call_limits_error, _experts_error, _kept_error, _prefix_error, _scalar_error)
-    return next(filter(None, (check(rollout) for check in checks)), None)
+    given = ((check, getattr(rollout, name)) for name, check in _OPTIONAL.items())
+    errors = (check(rollout, found) for check, found in given if found is not None)
+    return next(filter(None, errors), None) or _kept_error(rollout) or _scalar_error(rollout)
 
 
 def episodes(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -340,10 +341,7 @@ def _array_error(rollout: Rollout) -> str | None:
     return None
 
 
-def _calls_error(rollout: Rollout) -> str | None:
-    calls = rollout.calls
-    if calls is None:
-        return None
+def _calls_error(rollout: Rollout, calls) -> str | None:
     if error := _table_error("calls", calls, 2):
         return error
     mask = np.zeros(len(rollout.tokens) + 1, np.int8)
@@ -362,19 +360,13 @@ def _table_error(name: str, found, width: int) -> str | None:
     return None if 0 < len(found) <= MAX_CALLS else f"{name}: must have 1 to {MAX_CALLS} rows, got {len(found)}"
 
 
-def _call_limits_error(rollout: Rollout) -> str | None:
-    found = rollout.call_limits
-    if found is None:
-        return None
+def _call_limits_error(rollout: Rollout, found) -> str | None:
     if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.shape != (len(rollout.spans),):
         return f"call_limits: must be None or a numpy int32 [{len(rollout.spans)}], one per call, got {_shown(found)}"
     return None if found.min() > 0 else f"call_limits: must be > 0, got {found.min()}"
 
 
-def _prefix_error(rollout: Rollout) -> str | None:
-    found = rollout.prefix_versions
-    if found is None:
-        return None
+def _prefix_error(rollout: Rollout, found) -> str | None:
     if error := _table_error("prefix_versions", found, 3):
         return error
     spans, last = rollout.spans, (0, 0, -1)
@@ -388,10 +380,8 @@ def _prefix_error(rollout: Rollout) -> str | None:
     return None
 
 
-def _experts_error(rollout: Rollout) -> str | None:
-    experts = rollout.routed_experts  # not checked: the counts of layers and experts, because no model is named here
-    if experts is None:
-        return None
+def _experts_error(rollout: Rollout, experts) -> str | None:
+    # Not checked: the counts of layers and experts, because no model is named here.
     if not isinstance(experts, np.ndarray) or experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 3:
         rule = "must be None or a numpy uint8 or uint16 [T - 1, layers, experts per token]"
         return f"routed_experts: {rule}, got {_shown(experts)}"
@@ -400,6 +390,14 @@ def _experts_error(rollout: Rollout) -> str | None:
     if experts.nbytes > MAX_ROUTED_BYTES:
         return f"routed_experts: at most {MAX_ROUTED_BYTES} bytes, got {experts.nbytes}"
     return None
+
+
+_OPTIONAL = {  # the checks of fields that may be None, in order
+    "calls": _calls_error,
+    "call_limits": _call_limits_error,
+    "routed_experts": _experts_error,
+    "prefix_versions": _prefix_error,
+}
 
 
 def _kept_error(rollout: Rollout) -> str | None:
@@ -434,6 +432,10 @@ def _scalar_error(rollout: Rollout) -> str | None:
 def _is_index(value, limit: int) -> bool:
     is_integer = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
     return is_integer and 0 <= int(value) < limit
+
+
+def _is_reason(value) -> bool:
+    return isinstance(value, str) and value in FINISH_REASONS
 
 
 def _is_proofs(value) -> bool:
@@ -515,13 +517,7 @@ FIELDS = {name: _array(dtype) for name, dtype in _ARRAYS.items()} | {
     "step": _integer(2**31),
     "reward": _real("finite", _is_finite),
     "rewards": Field(None, _packed_rewards),
-    "finish_reason": Field(
-        str,
-        str.encode,
-        lambda value: isinstance(value, str) and value in FINISH_REASONS,
-        f"one of {FINISH_REASONS}",
-        64,
-    ),
+    "finish_reason": Field(str, str.encode, _is_reason, f"one of {FINISH_REASONS}", 64),
     "proofs": Field(bytes, bytes, _is_proofs, f"at most {MAX_PROOF_BYTES} bytes", MAX_PROOF_BYTES),
     "worker": _key("a public key"),
     "routed_experts": Field(None, _packed_experts, unset=None),

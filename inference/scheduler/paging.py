@@ -13,8 +13,6 @@ sequence goes on bit for bit, and its version stamps stay true.
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from inference.engine import decode_state, paged_cache
 from inference.engine import engine as engine_lib
 from inference.scheduler import page_table
@@ -47,11 +45,6 @@ class Paging:
         return len(self._preempted)
 
     @property
-    def table(self) -> np.ndarray:
-        """The pages of each slot, as the next decode call takes them."""
-        return self.pages.table.copy()  # the call may read it after the next change
-
-    @property
     def groups(self) -> list[sequence_lib.SequenceGroup]:
         """The requests of the sequences that wait for pages, without duplicates."""
         return list(dict.fromkeys(waiting.sequence.group for waiting in self._preempted))
@@ -82,7 +75,7 @@ class Paging:
                 last, youngest = by_age.pop() if by_age else (slot, sequence)
                 pages = self.pages.pages(last)[: self.pages.num(_num_keys(youngest))]
                 self._preempted.insert(0, _Preempted(youngest, self._engine.swap_out(state, last, pages)))
-                self.release(last)
+                self.pages.release(last)
                 self._slots.release(last)
                 left.append(last)
                 if last == slot:
@@ -103,10 +96,6 @@ class Paging:
             sequence.group.num_running += 1
             self._slots.put(slot, sequence)
         return state
-
-    def release(self, slot: int) -> None:
-        """Takes back the pages of a slot."""
-        self.pages.release(slot)
 
     def drop_done(self) -> int:
         """Removes waiting sequences whose request was cancelled or failed; returns their number."""

@@ -29,12 +29,13 @@ BUDGET = 4  # chunks of prompts between two decode calls, at most
 
 @dataclasses.dataclass(eq=False)
 class _LongPrompt:
-    """A prompt that is prefilled chunk by chunk. `cache` and `experts` cover its first `num_done` tokens."""
+    """A prompt that is prefilled chunk by chunk. `cache` and `experts` cover its first `num_done` tokens.
+
+    `start` is the part that the prefix cache had; its `num_prefilled` is that of the whole prompt.
+    """
 
     group: sequence_lib.SequenceGroup
-    num_cached: int  # tokens found in the prefix cache
-    num_prefilled: int  # of them, or all of the prompt (`prefix_cache.Found`)
-    runs: prefix_cache.Runs  # of them
+    start: prefix_cache.Found
     is_shared: bool  # True if the cache is that of others, and must not change
     cache: kv_cache.Cache | None
     num_done: int
@@ -160,9 +161,9 @@ class PrefillQueue:
             self._stats["prefill_chunks"] += 1
             if not long.sizes:
                 prefix = prefix_cache.of_one_prompt(tokens, long.cache, long.experts)
-                if long.num_prefilled == len(tokens):
+                if long.start.num_prefilled == len(tokens):
                     self._prefixes.add(tokens, prefix, 0, adapter)
-                self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled, long.runs)
+                self._make_ready(long.group, dataclasses.replace(long.start, prefix=prefix, row=0))
                 self._long = None
 
     def _restart_long(self) -> None:
@@ -192,7 +193,7 @@ class PrefillQueue:
                 else:
                     self._start_long(group, found)
             elif found:
-                self._make_ready(group, found.prefix, found.row, found.num_tokens)
+                self._make_ready(group, found)
             elif prompt in rows:
                 rows[prompt].append(group)
             elif bucket in (None, own := config.bucket(len(tokens))):
@@ -211,7 +212,8 @@ class PrefillQueue:
             for row, ((adapter, tokens), groups) in enumerate(rows.items()):
                 self._prefixes.add(tokens, prefix, row, adapter)
                 for group in groups:
-                    self._make_ready(group, prefix, row, 0 if group is groups[0] else len(tokens))
+                    num_shared = 0 if group is groups[0] else len(tokens)
+                    self._make_ready(group, prefix_cache.Found(num_shared, prefix, row, len(tokens), ()))
         self._waiting = rest  # last: if the engine raises, the requests are still here, and are failed with all others
         self._prefill_chunks()
         return len(self._ready) > num_ready
@@ -219,35 +221,27 @@ class PrefillQueue:
     def _start_long(self, group: sequence_lib.SequenceGroup, found: prefix_cache.Found | None) -> None:
         """Starts the prefill of a prompt in chunks after its longest cached prefix; a fully cached one becomes ready."""
         tokens, config = group.request.tokens, self._engine.config
-        num_done = found.num_tokens if found else 0
-        num_prefilled = len(tokens) if found is None or found.is_prompt else found.num_prefilled
-        is_current = not found or not found.runs or found.runs[-1][1] == self._version
-        if found and num_done == len(tokens) and is_current:  # perhaps cached as the beginning of a longer prompt
+        found = found or prefix_cache.Found(0, prefix_cache.of_one_prompt(tokens, (), ()), 0, 0, ())
+        num_done = found.num_tokens
+        found = dataclasses.replace(found, row=0, num_prefilled=len(tokens) if found.is_prompt else found.num_prefilled)
+        is_current = not found.runs or found.runs[-1][1] == self._version
+        if num_done == len(tokens) and is_current:  # perhaps cached as the beginning of a longer prompt
             prefix = prefix_cache.of_one_prompt(tokens, found.prefix.cache, found.prefix.experts)
-            self._make_ready(group, prefix, 0, num_done, num_prefilled, found.runs)
+            self._make_ready(group, dataclasses.replace(found, prefix=prefix))
             return
         # A padded chunk needs room, too, and the version in use computes the last keys.
         while num_done == len(tokens) or num_done + sum(config.chunks(num_done, len(tokens))) > config.capacity:
             num_done -= prefix_cache.BLOCK
-        runs = prefix_cache.cut_runs(found.runs, num_done) if found else ()
-        cache, experts = (found.prefix.cache, found.prefix.experts) if found and num_done else (None, ())
-        sizes = config.chunks(num_done, len(tokens))
-        own = _first(experts, num_done)
-        self._long = _LongPrompt(group, num_done, num_prefilled, runs, True, cache, num_done, own, sizes)
+        start = dataclasses.replace(found, num_tokens=num_done, runs=prefix_cache.cut_runs(found.runs, num_done))
+        cache, experts = (found.prefix.cache if num_done else None), _first(found.prefix.experts, num_done)
+        self._long = _LongPrompt(group, start, True, cache, num_done, experts, config.chunks(num_done, len(tokens)))
 
-    def _make_ready(
-        self,
-        group: sequence_lib.SequenceGroup,
-        prefix: decode_state.Prefix,
-        row: int,
-        num_cached: int,
-        num_prefilled: int | None = None,
-        runs: prefix_cache.Runs = (),
-    ) -> None:
-        group.prefix, group.row, group.prompt_version, group.num_cached = prefix, row, self._version, num_cached
-        tokens = group.request.tokens
-        group.num_prefilled = len(tokens) if num_prefilled is None else num_prefilled
-        group.prefix_runs = tuple(run for run in runs if run[1] != self._version)
+    def _make_ready(self, group: sequence_lib.SequenceGroup, found: prefix_cache.Found) -> None:
+        """Makes a request ready with its prompt in `found`, of which `num_tokens` were computed for others before."""
+        group.prefix, group.row, group.prompt_version = found.prefix, found.row, self._version
+        tokens, num_cached = group.request.tokens, found.num_tokens
+        group.num_cached, group.num_prefilled = num_cached, found.num_prefilled
+        group.prefix_runs = tuple(run for run in found.runs if run[1] != self._version)
         group.prompt_key = self._num_weights, group.request.adapter, tuple(tokens)
         self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached

@@ -130,9 +130,9 @@ class Scheduler:
         """
         request.check(self._engine.model.vocab_size, self._engine.config.max_model_len)
         if request.routed_experts and not self._engine.config.routed_experts:
+            found = "return_routed_experts = true, but this server does not record routed experts"
             raise ValueError(
-                "return_routed_experts = true, but this server does not record routed experts. Start it with "
-                "--routed_experts on a model that has experts, or leave the field out"
+                f"{found}. Start it with --routed_experts on a model that has experts, or leave the field out"
             )
         if request.kept_tokens and not 0 < (request.top_k or self._engine.model.vocab_size) <= self._engine.num_kept:
             found = f"return_kept_tokens = true and top_k = {request.top_k}, but this server records {self._engine.num_kept} tokens"
@@ -411,7 +411,7 @@ class Scheduler:
     def _release_slot(self, slot: int) -> None:
         self.slots.release(slot)
         if self.paging is not None:
-            self.paging.release(slot)
+            self.paging.pages.release(slot)
 
     def _deactivate(self, slots: list[int]) -> None:
         """Stops decoding in the given slots on the device."""
@@ -466,7 +466,7 @@ class Scheduler:
             if preempted := self.paging.make_room(self._state, num_steps):
                 self.stats["num_preemptions"] += len(preempted)
                 self._deactivate(preempted)
-            table = self.paging.table
+            table = self.paging.pages.table.copy()  # the call may read it after the next change
         numbers = [adapter_set.NONE] * self._engine.sizes(self._state)[0]
         for slot, sequence in self.slots.running:
             numbers[slot] = sequence.group.request.adapter

@@ -75,8 +75,7 @@ class Sample:
     @property
     def seeded_request(self) -> request_lib.GenerateRequest:
         """The group's request with the seed replaced by this sample's own."""
-        request = self.group.request
-        return dataclasses.replace(request, seed=(request.seed + self.index) % 2**32)
+        return dataclasses.replace(self.group.request, seed=self.group.request.seed_of(self.index))
 
     def num_left(self, max_model_len: int) -> int:
         """Returns the most tokens that this sequence can still generate: up to `max_tokens` or the context length."""

@@ -33,7 +33,11 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     async def generate(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Generate, max_body_bytes)
         adapter = server.adapter_of(body.model)
-        sampling = body.sampling_params.model_copy(update=_replay_fields(body))
+        top = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
+        given = {
+            name: value for name, value in top.items() if value is not None and value is not False
+        }  # 0 is a version
+        sampling = body.sampling_params.model_copy(update=given)
         num_top = 0 if sampling.logprobs in (None, 0, 1) else sampling.logprobs
         request = server.make_request(sampling, body.token_ids, top_logprobs=num_top, adapter=adapter)
         future = asyncio.wrap_future(server.scheduler.submit(request))
@@ -67,7 +71,7 @@ def extra_fields(
     """Returns the fields of finished sample `index` that OpenAI's API lacks: those of a replay, and experts from token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
-        "seed": replies.seed(request, index),
+        "seed": request.seed_of(index),
         "policy_versions": [[version, len(list(run))] for version, run in runs],
         "prompt_policy_version": completion.prompt_version,
     }
@@ -96,12 +100,6 @@ def choice(
     """Returns one completion in the form of the route's reply, with the server's signature."""
     own = extra_fields(server, request, completion, index, experts_start)
     return replies.token_choice(index, completion) | {"proofs": ""} | own
-
-
-def _replay_fields(body: schemas.Generate) -> dict:
-    """Returns the fields at the top of a request that count as those of `sampling_params`."""
-    named = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
-    return {name: value for name, value in named.items() if value is not None and value is not False}  # 0 is a version
 
 
 def _experts_field(experts_TLX: np.ndarray, start: int) -> dict:

@@ -197,7 +197,7 @@ class InferenceServer:
             request.tokens,
             completion,
             temperature=request.temperature,
-            seed=(request.seed + index) % 2**32,
+            seed=request.seed_of(index),
             settings=settings | {"return_routed_experts": request.routed_experts, "run": self.run},
         )
         return self.signer.private.sign(message)
@@ -231,6 +231,7 @@ class InferenceServer:
         """Does as `update` for a broadcast; `is_own`: the one that the server started with."""
         is_proved = bool(self.key or digest)
         epoch = epoch if is_proved else None  # an unsigned one proves nothing: only version numbers count
+        pins = {"key": self.key, "epoch": epoch, "digest": digest}
         if version is None:
             newest = broadcast.latest_order(root, key=self.key)
             if is_own and not rollback and (newest is None or newest <= self._floor()):
@@ -239,9 +240,7 @@ class InferenceServer:
                 raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
             version = newest[1]
         elif is_own and (epoch or digest or not isinstance(root, source_lib.Directory)):
-            broadcast.wait_for(
-                root, version, timeout_s=weights_lib.RELAY_LAG_S, key=self.key, epoch=epoch, digest=digest
-            )
+            broadcast.wait_for(root, version, timeout_s=weights_lib.RELAY_LAG_S, **pins)
         target = broadcast.read_manifest(root, version, key=self.key, digest=digest)
         if epoch not in (None, target.epoch or 0):
             found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
@@ -256,9 +255,7 @@ class InferenceServer:
         else:
             place = root if isinstance(root, str) else None
             with self._all_fetching(source=place, version=version, tree=target.digest, epoch=epoch, digest=digest):
-                pulled = weights_lib.fetch(
-                    self.store, root, version, self.have, key=self.key, epoch=epoch, digest=digest
-                )
+                pulled = weights_lib.fetch(self.store, root, version, self.have, **pins)
         # The source may have changed since.
         self._check_order(self._order(pulled, is_proved), rollback, is_proved)
         return self._swap(pulled.params, pulled.version, pulled)

@@ -15,12 +15,11 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import fastapi
 from fastapi import responses
 
-from inference.engine import request as request_lib
 from inference.rollouts import completion as completion_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import generate_routes, inference_server, replies, schemas, web
@@ -142,7 +141,6 @@ async def _reply(
         body = body.model_copy(update={"return_routed_experts": False})
     options = {"top_logprobs": top_logprobs, "adapter": server.adapter_of(body.model)}
     requests = [server.make_request(body, tokens, **options) for tokens in prompts]
-    make_format = functools.partial(format_type, server.engine.tokenizer, body)  # called for accepted requests
     head = {
         "id": f"{format_type.prefix}-{body.request_id or uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,
@@ -151,11 +149,11 @@ async def _reply(
         "seed": requests[0].seed,
     }
     if body.stream:
-        return _EventStream(server, requests[0], make_format, head)
+        return _EventStream(server, format_type(server.engine.tokenizer, body, requests[0]), head)
     answered = await web.run_until_disconnect(http, _complete(server.scheduler, requests))
     choices, prompt_fields = [], {}
     for request, completions in zip(requests, answered, strict=True):
-        formatter = make_format(request)
+        formatter = format_type(server.engine.tokenizer, body, request)
         for index, completion in enumerate(completions):
             prompt_fields = generate_routes.prompt_logprobs(request, completion)
             choice = {"index": len(choices)} | formatter.choice(index, completion)
@@ -188,20 +186,15 @@ class _EventStream(responses.StreamingResponse):
     cancelled when the client disconnects, also before the first event.
     """
 
-    def __init__(
-        self,
-        server: inference_server.InferenceServer,
-        request: request_lib.GenerateRequest,
-        make_format: Callable[[request_lib.GenerateRequest], replies.TextFormat],
-        head: dict,
-    ):
+    def __init__(self, server: inference_server.InferenceServer, formatter: replies.TextFormat, head: dict):
         # (sample index, piece, completion so far); None at the end
         self._server, self._loop, self._pieces = server, asyncio.get_running_loop(), asyncio.Queue()
         self._num_sent = collections.Counter()  # by sample index
-        self._future = server.scheduler.submit(request, self._listen)
+        self._future = server.scheduler.submit(formatter.request, self._listen)
         self._future.add_done_callback(lambda _: self._put(None))
-        events = self._events(make_format(request), head)
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        super().__init__(
+            self._events(formatter, head), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
 
     async def __call__(self, scope, receive, send) -> None:
         """Sends the events until they end or the client disconnects."""
@@ -224,7 +217,7 @@ class _EventStream(responses.StreamingResponse):
         request, body = formatter.request, formatter.body
         for index in range(request.num_samples if formatter.opening else 0):
             prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
-            opening = {"index": index, "seed": replies.seed(request, index)} | (formatter.opening or {})
+            opening = {"index": index, "seed": request.seed_of(index)} | (formatter.opening or {})
             yield replies.event(head | prompt | {"choices": [opening]})
         while (item := await self._pieces.get()) is not None:
             index, piece, completion = item

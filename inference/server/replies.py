@@ -150,11 +150,6 @@ def usage(answered: Sequence[tuple[request_lib.GenerateRequest, Sequence[complet
     }
 
 
-def seed(request: request_lib.GenerateRequest, index: int) -> int:
-    """Returns the seed of sample `index` of a request."""
-    return (request.seed + index) % 2**32
-
-
 def event(chunk: dict) -> str:
     """Returns a server-sent event of a streamed reply."""
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'), allow_nan=False)}\n\n"

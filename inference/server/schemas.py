@@ -31,95 +31,76 @@ class Neutral(NamedTuple):
     remedy: str = ""  # "": leave it out, or send the first value
 
 
-def _only(*values: Any, remedy: str = "") -> Neutral:
-    return Neutral(values, remedy)
+def _fields(names: str, *values: Any, remedy: str = "") -> dict[str, Neutral]:
+    """Returns the rule of unsupported fields that have the same neutral values and remedy."""
+    return dict.fromkeys(names.split(), Neutral(values, remedy))
 
 
-_NO_GRAMMAR = _only(remedy="leave it out, and check the format of the reply yourself")
-_NO_IMAGES = _only({}, [], remedy="leave it out: this server takes and returns text alone")
+_CHECK_YOURSELF = "leave it out, and check the format of the reply yourself"
+_NO_IMAGES = "leave it out: this server takes and returns text alone"
+_DECODE = "leave it out, and decode token_ids, which have the stop string"
 SAMPLING_UNSUPPORTED: Mapping[str, Neutral] = {
-    # of another distribution than the one that a replay would sample from
-    "frequency_penalty": _only(0),
-    "presence_penalty": _only(0),
-    "repetition_penalty": _only(1),
-    "length_penalty": _only(1),
-    "use_beam_search": _only(False),
-    "best_of": _only(1, remedy="leave it out, send n, and choose the best yourself"),
-    "bad_words": _only([], remedy="leave it out, or send a logit_bias of -100 for words of one token"),
-    "watermarking": _only(False),
-    "logits_processors": _only([]),
-    "custom_logit_processor": _only(),
-    "custom_params": _only({}),
-    "thinking_token_budget": _only(-1, remedy="leave it out, or send max_tokens"),
-    "repetition_detection": _only(),
-    "stop_regex": _only([], remedy="leave it out, or send stop strings"),
-    "structured_outputs": Neutral(({},), _NO_GRAMMAR.remedy),
-    **dict.fromkeys("guided_json guided_regex guided_choice guided_grammar guided_json_object".split(), _NO_GRAMMAR),
-    **dict.fromkeys("guided_decoding_backend guided_whitespace_pattern structural_tag".split(), _NO_GRAMMAR),
-    **dict.fromkeys("json_schema regex ebnf".split(), _NO_GRAMMAR),
-    # of another prompt, or other weights
-    "truncate_prompt_tokens": _only(remedy="leave it out, and shorten the prompt yourself"),
-    "truncation_side": _only(),
-    "lora_path": _only(),
-    "session_params": _only({}),
-    # of another reply
-    "include_stop_str_in_output": _only(False, remedy="leave it out, and decode token_ids, which have the stop string"),
-    "no_stop_trim": _only(False, remedy="leave it out, and decode token_ids, which have the stop string"),
-    "logprob_token_ids": _only([], remedy="leave it out, or request the likeliest tokens"),
-    "return_hidden_states": _only(False),
-    "return_cached_tokens_details": _only(False),
-    "routed_experts_start_len": _only(0, remedy="send routed_experts_prompt_start"),
-    "rid": _only(remedy="send request_id"),
-    "flat_logprobs": _only(False),
-    "extra_args": _only({}),
-    "vllm_xargs": _only({}),
-    "kv_transfer_params": _only({}),
-    "ec_transfer_params": _only({}),
+    # of another distribution than the one that a replay would sample from, another prompt, other weights, or another reply
+    **_fields("frequency_penalty presence_penalty", 0),
+    **_fields("repetition_penalty length_penalty", 1),
+    **_fields("use_beam_search watermarking return_hidden_states return_cached_tokens_details flat_logprobs", False),
+    **_fields("logits_processors", []),
+    **_fields("custom_params session_params extra_args vllm_xargs kv_transfer_params ec_transfer_params", {}),
+    **_fields("custom_logit_processor repetition_detection truncation_side lora_path"),
+    **_fields("best_of", 1, remedy="leave it out, send n, and choose the best yourself"),
+    **_fields("bad_words", [], remedy="leave it out, or send a logit_bias of -100 for words of one token"),
+    **_fields("thinking_token_budget", -1, remedy="leave it out, or send max_tokens"),
+    **_fields("stop_regex", [], remedy="leave it out, or send stop strings"),
+    **_fields("structured_outputs", {}, remedy=_CHECK_YOURSELF),
+    **_fields("guided_json guided_regex guided_choice guided_grammar guided_json_object", remedy=_CHECK_YOURSELF),
+    **_fields("guided_decoding_backend guided_whitespace_pattern structural_tag", remedy=_CHECK_YOURSELF),
+    **_fields("json_schema regex ebnf", remedy=_CHECK_YOURSELF),
+    **_fields("truncate_prompt_tokens", remedy="leave it out, and shorten the prompt yourself"),
+    **_fields("include_stop_str_in_output no_stop_trim", False, remedy=_DECODE),
+    **_fields("logprob_token_ids", [], remedy="leave it out, or request the likeliest tokens"),
+    **_fields("routed_experts_start_len", 0, remedy="send routed_experts_prompt_start"),
+    **_fields("rid", remedy="send request_id"),
 }
-OPENAI_UNSUPPORTED = SAMPLING_UNSUPPORTED | {
-    "response_format": Neutral(({"type": "text"}, {}), _NO_GRAMMAR.remedy),
-    "echo": _only(False, remedy="leave it out; prepend the prompt yourself, or request prompt_logprobs"),
-    "skip_special_tokens": _only(True, remedy="leave it out, and decode token_ids (return_token_ids = true)"),
-    "return_prompt_text": _only(False, remedy="leave it out, and decode prompt_token_ids (return_token_ids = true)"),
-    "return_token_offsets": _only(False),
-    "mm_processor_kwargs": _NO_IMAGES,
-    "media_io_kwargs": _NO_IMAGES,
+_IMAGES = _fields("mm_processor_kwargs media_io_kwargs", {}, [], remedy=_NO_IMAGES)
+_WITH_IDS = "leave it out, and decode {} (return_token_ids = true)"
+OPENAI_UNSUPPORTED = {
+    **SAMPLING_UNSUPPORTED,
+    **_IMAGES,
+    **_fields("response_format", {"type": "text"}, {}, remedy=_CHECK_YOURSELF),
+    **_fields("echo", False, remedy="leave it out; prepend the prompt yourself, or request prompt_logprobs"),
+    **_fields("skip_special_tokens", True, remedy=_WITH_IDS.format("token_ids")),
+    **_fields("return_prompt_text", False, remedy=_WITH_IDS.format("prompt_token_ids")),
+    **_fields("return_token_offsets", False),
 }
-CHAT_UNSUPPORTED = OPENAI_UNSUPPORTED | {
-    "parallel_tool_calls": _only(True, remedy="leave it out, and take the first tool call"),
-    "functions": _only([], remedy="send tools"),
-    "function_call": _only("auto", "none", remedy="send tools and tool_choice"),
-    "modalities": Neutral((["text"],), _NO_IMAGES.remedy),
-    "audio": _NO_IMAGES,
-    "web_search_options": _only(),
-    "verbosity": _only(remedy="leave it out, or send it in chat_template_kwargs if the chat template has it"),
-    "reasoning": _only(remedy="send reasoning_effort"),
-    "moderation": _only(),
-    "include_reasoning": _only(True, remedy="leave it out, and drop reasoning_content from the reply"),
-    "separate_reasoning": _only(True),
-    "stream_reasoning": _only(True),
+CHAT_UNSUPPORTED = {
+    **OPENAI_UNSUPPORTED,
+    **_fields("parallel_tool_calls", True, remedy="leave it out, and take the first tool call"),
+    **_fields("functions", [], remedy="send tools"),
+    **_fields("function_call", "auto", "none", remedy="send tools and tool_choice"),
+    **_fields("modalities", ["text"], remedy=_NO_IMAGES),
+    **_fields("audio", {}, [], remedy=_NO_IMAGES),
+    **_fields("web_search_options moderation"),
+    **_fields("verbosity", remedy="leave it out, or send it in chat_template_kwargs if the chat template has it"),
+    **_fields("reasoning", remedy="send reasoning_effort"),
+    **_fields("include_reasoning", True, remedy="leave it out, and drop reasoning_content from the reply"),
+    **_fields("separate_reasoning stream_reasoning", True),
 }
 TEMPLATE_UNSUPPORTED = {
-    "documents": _only([], remedy="send them in chat_template_kwargs if the chat template has them"),
-    "chat_template": _only(remedy="leave it out, or render the prompt yourself and send its token IDs"),
-    "mm_processor_kwargs": _NO_IMAGES,
-    "media_io_kwargs": _NO_IMAGES,
+    **_IMAGES,
+    **_fields("documents", [], remedy="send them in chat_template_kwargs if the chat template has them"),
+    **_fields("chat_template", remedy="leave it out, or render the prompt yourself and send its token IDs"),
 }
 GENERATE_UNSUPPORTED = {
-    "stream": _only(False, remedy="leave it out, or use /v1/completions"),
-    "stream_options": _only({}),
-    "features": _NO_IMAGES,
-    "content_parts": _NO_IMAGES,
-    "kv_transfer_params": _only({}),
+    **_fields("stream", False, remedy="leave it out, or use /v1/completions"),
+    **_fields("stream_options kv_transfer_params", {}),
+    **_fields("features content_parts", {}, [], remedy=_NO_IMAGES),
 }
 
 _SCHEDULING = "the order of requests changes no token"
 _CACHING = "cached keys and values are of one policy version, and change no bit"
 _RECORDS = "it is for the caller's records"
 SAMPLING_HARMLESS = {
-    "cache_salt": _CACHING,
-    "extra_key": _CACHING,
-    "skip_reading_prefix_cache": _CACHING,
+    **dict.fromkeys(("cache_salt", "extra_key", "skip_reading_prefix_cache"), _CACHING),
     "priority": _SCHEDULING,
     "detokenize": "the route decides whether a reply has text",
     "spaces_between_special_tokens": "texts have no special tokens",
@@ -127,15 +108,10 @@ SAMPLING_HARMLESS = {
     "stream_interval": "the joined pieces of a stream are the same",
 }
 OPENAI_HARMLESS = SAMPLING_HARMLESS | {
-    "user": _RECORDS,
-    "metadata": _RECORDS,
-    "safety_identifier": _RECORDS,
-    "custom_labels": _RECORDS,
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "custom_labels"), _RECORDS),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _CACHING),
     "store": "this server stores no reply",
     "service_tier": _SCHEDULING,
-    "prompt_cache_key": _CACHING,
-    "prompt_cache_retention": _CACHING,
-    "prompt_cache_options": _CACHING,
     "prediction": "a predicted reply may save time, and changes no token",
     "return_mm_kwargs": "replies have no images",
 }
@@ -302,7 +278,7 @@ def called_function(call: Mapping) -> dict:
 class StreamOptions(Body):
     """Options of a streamed reply."""
 
-    unsupported = {"continuous_usage_stats": _only(False)}
+    unsupported = _fields("continuous_usage_stats", False)
     harmless = {"include_obfuscation": "padding of the events changes no text"}
 
     include_usage: bool = False
@@ -351,7 +327,7 @@ class OpenAI(Sampling):
 class Chat(OpenAI, Template):
     """The body of POST /v1/chat/completions."""
 
-    unsupported = CHAT_UNSUPPORTED | TEMPLATE_UNSUPPORTED | {"add_special_tokens": _only(False)}
+    unsupported = CHAT_UNSUPPORTED | TEMPLATE_UNSUPPORTED | _fields("add_special_tokens", False)
 
     messages: Messages
     max_completion_tokens: int | None = None
@@ -375,9 +351,10 @@ class ChatTokens(Chat):
 class Completions(OpenAI, TextPrompt):
     """The body of POST /v1/completions."""
 
-    unsupported = OPENAI_UNSUPPORTED | {
-        "suffix": _only(""),
-        "prompt_embeds": _only(remedy="send the prompt as text or token IDs"),
+    unsupported = {
+        **OPENAI_UNSUPPORTED,
+        **_fields("suffix", ""),
+        **_fields("prompt_embeds", remedy="send the prompt as text or token IDs"),
     }
 
     prompt: str | Ids | Texts | Annotated[list[Ids], FAIL_FAST]
@@ -387,7 +364,7 @@ class Completions(OpenAI, TextPrompt):
 class Tokenize(Template, TextPrompt):
     """The body of POST /tokenize: messages or a prompt."""
 
-    unsupported = TEMPLATE_UNSUPPORTED | {"return_token_strs": _only(False)}
+    unsupported = TEMPLATE_UNSUPPORTED | _fields("return_token_strs", False)
 
     model: str | None = None
     prompt: str | None = None
@@ -420,7 +397,7 @@ class UpdateWeights(Body):
 class UnloadAdapter(Body):
     """The body of POST /v1/unload_lora_adapter."""
 
-    unsupported = {"lora_int_id": _only(remedy="send lora_name alone")}
+    unsupported = _fields("lora_int_id", remedy="send lora_name alone")
 
     lora_name: Annotated[str, pydantic.Field(min_length=1)]
 
@@ -428,7 +405,7 @@ class UnloadAdapter(Body):
 class LoadAdapter(UnloadAdapter):
     """The body of POST /v1/load_lora_adapter: a name for requests, and a folder that PEFT wrote."""
 
-    unsupported = {"load_inplace": _only(False, remedy="unload the adapter first")}
+    unsupported = _fields("load_inplace", False, remedy="unload the adapter first")
 
     lora_path: Annotated[str, pydantic.Field(min_length=1)]
 
