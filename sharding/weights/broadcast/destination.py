@@ -5,6 +5,7 @@ A publisher calls `lock`, `begin`, `put` and `note` per object, `finish`; after 
 Nothing is synced to disk (docs/decisions/broadcast.md).
 """
 
+import collections
 import contextlib
 import errno
 import functools
@@ -25,6 +26,7 @@ from sharding.weights import bucket
 from sharding.weights.format import journal
 
 Buffer = bytes | memoryview
+_BUCKET_LOCKS: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)  # by root
 
 
 def create(root: str | os.PathLike, version: int) -> "Directory | Bucket":
@@ -60,11 +62,6 @@ def write(root: str | os.PathLike, name: str, data: bytes, *, durable: bool = Fa
         _store(str(root)).write(name, data).result()
     else:
         atomic_file.write(pathlib.Path(root) / name, data, durable=durable)
-
-
-@functools.cache
-def _bucket_lock(root: str) -> threading.Lock:
-    return threading.Lock()
 
 
 @functools.cache
@@ -173,7 +170,7 @@ class Bucket:
     """
 
     def __init__(self, root: str, version: int):
-        self._store, self._lock, self._is_locked = _store(root), _bucket_lock(root), False
+        self._store, self._lock, self._is_locked = _store(root), _BUCKET_LOCKS[root], False
         self._name = journal.dirname(version)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
@@ -211,15 +208,9 @@ class Bucket:
         if self._is_locked:
             self._lock.release()
 
-    def begin(self) -> None:
-        """Deletes the rest of this version that an earlier publisher left."""
-        self.remove()
-
-    def abort(self) -> None:
-        """Deletes this unfinished version after an error."""
-        self.remove()
-
     def remove(self) -> None:
         """Deletes this version, or its leftovers. Deletes the manifest first, which hides the version from readers."""
         self.delete("manifest.json")
         self._store.delete_range(ts.KvStore.KeyRange(f"{self._name}/", f"{self._name}0")).result()
+
+    begin = abort = remove  # of what an earlier publisher left; of an unfinished version after an error

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
 from sharding.system.multihost import transport
-from sharding.weights.broadcast import destination, encode, head_writer
-from sharding.weights.download import source as source_lib
+from sharding.weights.broadcast import destination, encode, head_writer, pull
 from sharding.weights.format import chunks, manifest
 
 Manifest = manifest.Manifest
@@ -51,15 +50,13 @@ class PublishOptions:
             raise ValueError(f"head_s={self.head_s} must be 1 to {most:.0f} seconds; pass 86400 for a day")
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} would delete the version just published; set keep to 1 or more")
-        names = (
-            {self.dtype or "float32"} if self.dtype is None or isinstance(self.dtype, str) else {*self.dtype.values()}
-        )
-        for name in names:
+        given = self.dtype or "float32"
+        for name in {given} if isinstance(given, str) else {*given.values()}:
             if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
                 raise ValueError(f"dtype {name!r} is not a floating dtype of a tensor; pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
-            text = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters; shorten it"
-            raise ValueError(text)
+            found = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters"
+            raise ValueError(f"{found}; shorten it")
 
 
 class Publisher:
@@ -105,7 +102,7 @@ class Publisher:
     def forget(self, first: int) -> None:
         """Deletes the versions from `first` on, which a resumed run publishes again, and begins an epoch. One host calls it."""
         with destination.locked(self._root):
-            existing = _versions(self._root)
+            existing = pull.versions(self._root)
             if self._heads is not None:
                 self._heads.forget(first, existing)
             for version in existing:
@@ -139,7 +136,7 @@ class Publisher:
         """Returns `plan` with its fixed tensors as they are in the last snapshot, unless that is gone."""
         fixed = frozenset(t.name for t in plan.tensors if self._fixed and t.name.startswith(f"{self._fixed}/"))
         same = self._same
-        if same is None or same.version not in _versions(self._root):
+        if same is None or same.version not in pull.versions(self._root):
             return dataclasses.replace(plan, fixed=fixed)
         blank = {t.name: dataclasses.replace(t, chunks=(), deltas=None) for t in same.tensors}
         if bad := sorted(t.name for t in plan.tensors if t.name in fixed and blank.get(t.name) != t):
@@ -230,7 +227,7 @@ def _publish_first(out, plan: encode.Plan, root, options: PublishOptions, heads,
             for entry in itertools.chain.from_iterable(part.objects for part in parts[1:]):
                 out.note(entry)  # two hosts must not append to one file of a network drive
             out.finish(data)
-            existing = _versions(root)
+            existing = pull.versions(root)
             unneeded = _unneeded(root, existing, options.keep)
             if heads is not None:
                 heads.add(plan.version, data, {*existing} - {*unneeded})
@@ -279,7 +276,7 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> list[int]:
     """Returns the versions under `root`. Raises ValueError unless `version` is newer."""
-    existing = _versions(root)
+    existing = pull.versions(root)
     if version in existing:
         raise ValueError(f"version {version} exists under {root} and cannot change; remove() it, or pass a newer one")
     if existing and version < existing[-1]:
@@ -295,7 +292,7 @@ def _plan_deltas(plan: encode.Plan, root, copy: encode.HostCopy | None, snapshot
     if copy is None:
         return plan
     before = copy.written
-    if before is not None and before.version in _versions(root):
+    if before is not None and before.version in pull.versions(root):
         old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
         if bad := sorted(name for name in old | new if old.get(name) != new.get(name)):
             text = f"tensor {bad[0]!r} has another shape, dtype or tie than in version {before.version}"
@@ -360,8 +357,3 @@ def _unneeded(root: str | os.PathLike, existing: list[int], keep: int) -> list[i
             if version in existing:
                 todo.append(destination.base_of(root, version))
     return [v for v in existing if v not in needed]
-
-
-def _versions(root: str | os.PathLike) -> list[int]:
-    with contextlib.closing(source_lib.open(root)) as opened:
-        return opened.versions()

@@ -278,9 +278,8 @@ class Mirror:
             found, self._generation = self._storage.read(HEAD, storage.START_S)
             head = Head.parse(found or b"", self._storage.url)
             if head != first and not head.is_closed:
-                raise ValueError(
-                    f"workdir {self._storage.url} is in use by another run ({head.host}); wait, or use another --workdir"
-                )
+                text = f"workdir {self._storage.url} is in use by another run ({head.host})"
+                raise ValueError(f"{text}; wait, or use another --workdir")
         return head
 
     def _write_head(self, patience_s: float | None = None, **changes: Any) -> None:
@@ -411,9 +410,8 @@ def _read_files(bucket: storage.Storage, head: Head) -> dict[str, snapshot.File]
         found = f"{bucket.url}/{key} does not exist, although the head names it"
         raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
     if digests.of(data) != head.manifest:
-        raise journal.CorruptSource(
-            f"{bucket.url}/{key} is damaged; put it back from a version or a backup of the bucket"
-        )
+        text = f"{bucket.url}/{key} is damaged"
+        raise journal.CorruptSource(f"{text}; put it back from a version or a backup of the bucket")
     return snapshot.parse(data, f"{bucket.url}/{key}")
 
 

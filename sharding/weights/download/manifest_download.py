@@ -118,8 +118,7 @@ class _Question:
         data = b""
         try:
             data, _ = get.run()
-            parse = manifest_lib.parse if trusted is None else trusted.manifest
-            self.found = Proof(data, parse(data, version=version))
+            self.found = Proof(data, head_lib.manifest_of(trusted, data, version))
             selector.observe(get, True)
         except (range_get.Missing, range_get.TooLong) as error:
             self.relay.reason, self.num_refused = str(error), self.num_refused + 1

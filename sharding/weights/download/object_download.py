@@ -18,20 +18,19 @@ ReceivedRange = tuple[int, int, range_get.Relay]  # the relay delivered the obje
 
 @dataclasses.dataclass
 class ObjectDownload:
-    """The download of one object (stored file) into `target`, from several relays, or from `only` one. Call `run` once."""
+    """The download of the object `entry` of a version into `target`, from several relays, or from `only` one. Call `run` once."""
 
     pool: range_get.RequestPool
     selector: relay_selector.RelaySelector
     version: int
-    path: str
-    digest: str
+    entry: journal.Object
     target: range_get.Target
     range_bytes: int
     deadline_s: float
     only: range_get.Relay | None
 
     def __post_init__(self):
-        size = len(self.target)
+        self.path, size = f"/{journal.dirname(self.version)}/{self.entry.path}", self.entry.size
         starts = range(0, size, self.range_bytes)
         self._waiting = collections.deque((start, min(start + self.range_bytes, size)) for start in starts)
         self._running: dict[concurrent.futures.Future, range_get.Get] = {}
@@ -63,9 +62,8 @@ class ObjectDownload:
                 if self.pool.is_closed:
                     raise journal.Unavailable(f"the source was closed while {self.path} was read; open it again")
                 if time.monotonic() > self.deadline_s:
-                    raise journal.Unavailable(
-                        f"{self.path} was not downloaded in time ({self.selector.reasons()}); try again, or use other relays"
-                    )
+                    found = f"{self.path} was not downloaded in time ({self.selector.reasons()})"
+                    raise journal.Unavailable(f"{found}; try again, or use other relays")
             return self._received
         finally:
             for get in self._running.values():
@@ -75,7 +73,9 @@ class ObjectDownload:
         target, origin = self.target, start
         if rival is not None:  # memory of its own: until one of the two is aborted, both write
             target, origin = range_get.Target([memoryview(bytearray(stop - start))]), 0
-        get = range_get.Get(relay, self.path, start, stop, len(self.target), target, origin, rival, digest=self.digest)
+        get = range_get.Get(
+            relay, self.path, start, stop, self.entry.size, target, origin, rival, digest=self.entry.digest
+        )
         if rival is not None:
             rival.rival = get
         self._running[self.pool.submit(get)] = get

@@ -208,11 +208,8 @@ class Get:
         others = [r for r in relays if r is not self.relay]
         rates = [r.bytes_per_s for r in others if r.bytes_per_s]
         elapsed_s, size = self.seconds, self.stop - self.start
-        if (
-            len(rates) < max(1, len(others))
-            and elapsed_s > HEDGE_UNMEASURED_S
-            and self.received / elapsed_s * 10 < size
-        ):
+        is_slow = elapsed_s > HEDGE_UNMEASURED_S and self.received / elapsed_s * 10 < size
+        if is_slow and len(rates) < max(1, len(others)):
             return True  # the measured ones may be those that drip
         if not rates:
             return False
@@ -300,10 +297,9 @@ class RequestPool:
 
     def submit(self, get: Get, handler: Callable[[Get], Any] = Get.run) -> concurrent.futures.Future:
         """Runs `handler(get)` in a thread and returns its future. Raises Unavailable after `close`."""
+        kind = "small" if get.target is None else "hedge" if get.is_hedge else "range"
         try:
-            return self._threads["small" if get.target is None else "hedge" if get.is_hedge else "range"].submit(
-                handler, get
-            )
+            return self._threads[kind].submit(handler, get)
         except RuntimeError as error:  # it was shut down
             raise journal.Unavailable(f"the source was closed before {get.path} was read; open it again") from error
 

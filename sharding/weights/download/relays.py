@@ -108,7 +108,8 @@ class Relays:
         until_s = time.monotonic() + (wait_s + 0.5 if self._any_alive() else self._options.connect_s + wait_s)
         grace_given = False
         while waiting and not (wait_s and self._union() != known):
-            done, waiting = _wait_first(waiting, until_s)
+            left_s = max(0.0, until_s - time.monotonic())
+            done, waiting = concurrent.futures.wait(waiting, left_s, concurrent.futures.FIRST_COMPLETED)
             if not done:
                 break
             if not wait_s and not grace_given and self._any_alive():
@@ -237,15 +238,7 @@ class Relays:
         num_corrupt, only, late, until_s = collections.Counter(), None, set(), deadline_s
         while True:
             download = object_download.ObjectDownload(
-                self._pool,
-                self._selector,
-                version,
-                path,
-                entry.digest,
-                target,
-                self._options.range_bytes,
-                until_s,
-                only,
+                self._pool, self._selector, version, entry, target, self._options.range_bytes, until_s, only
             )
             try:
                 received = download.run()
@@ -329,8 +322,3 @@ class AdaptiveConcurrency:
         """Returns the seconds until one more read may begin if no running read ends earlier; 0 or less: immediately."""
         newest = sorted(self._begun_s.values())[-self._limit :]
         return newest[0] + self._quick_s - time.monotonic() if len(newest) == self._limit else 0.0
-
-
-def _wait_first(waiting: set[concurrent.futures.Future], until_s: float):
-    """Blocks until a future is done, or the monotonic clock reaches `until_s`. Returns the sets of (done, not done) futures."""
-    return concurrent.futures.wait(waiting, max(0.0, until_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED)

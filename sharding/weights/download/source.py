@@ -82,8 +82,8 @@ class _Storage:
 
     _scan: Callable[[], journal.Listing]
     _new_entries: Callable[[int], list[journal.Object]]
-    _read_manifest: Callable[[int], bytes]
-    _read_head: Callable[[], bytes | None]
+    _get: Callable[[str, int], bytes | None]  # the first bytes of a file, None without one
+    _known: Callable[[int], Sequence[int]]  # the complete versions, when one has no manifest
 
     def __init__(self, place: str, trusted_key: Trusted, poll_s: float):
         self._place = place if place.endswith("/") else f"{place}/"
@@ -145,13 +145,13 @@ class _Storage:
         Raises CorruptSource if the manifest is invalid, and FileNotFoundError if it is missing.
         """
         self.head()
-        data = self._read_manifest(version)
+        name = f"{journal.dirname(version)}/manifest.json"
+        if (data := self._get(name, journal.MAX_MANIFEST_BYTES + 1)) is None:
+            raise journal.no_version(version, self._place.rstrip("/"), self._known(version))
         try:
-            if self.trusted is None:
-                return data, manifest_lib.parse(data, version=version)
-            return data, self.trusted.manifest(data, version)
+            return data, head_lib.manifest_of(self.trusted, data, version)
         except journal.CorruptSource as error:
-            raise journal.CorruptSource(f"{self._place}{journal.dirname(version)}/manifest.json: {error}") from error
+            raise journal.CorruptSource(f"{self._place}{name}: {error}") from error
 
     def stats(self) -> dict[str, Any]:
         """Returns the place, and counters of the bytes and the corrupt objects read so far."""
@@ -160,6 +160,9 @@ class _Storage:
     def close(self) -> None:
         """Makes blocking calls of `listing` and `entries`, also later ones, return early."""
         self._is_closed = True
+
+    def _read_head(self) -> bytes | None:
+        return self._get(head_lib.NAME, head_lib.MAX_HEAD_BYTES + 1)
 
     def _listed(self, complete: Iterable[int], partial: Iterable[int]) -> journal.Listing:
         """Returns the listing of the versions found, as far as the head confirms them."""
@@ -244,19 +247,15 @@ class Directory(_Storage):
                 partial.append(version)
         return self._listed(complete, partial)
 
-    def _read_head(self) -> bytes | None:
+    def _get(self, name: str, limit: int) -> bytes | None:
         try:
-            with (self.root / head_lib.NAME).open("rb") as file:
-                return file.read(head_lib.MAX_HEAD_BYTES + 1)
-        except FileNotFoundError:
+            with (self.root / name).open("rb") as file:
+                return file.read(limit)
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _read_manifest(self, version: int) -> bytes:
-        try:
-            with (self.root / journal.dirname(version) / "manifest.json").open("rb") as file:
-                return file.read(journal.MAX_MANIFEST_BYTES + 1)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise journal.no_version(version, self.root, self._scan().complete) from error
+    def _known(self, version: int) -> Sequence[int]:
+        return self._scan().complete
 
 
 class Bucket(_Storage):
@@ -306,9 +305,6 @@ class Bucket(_Storage):
             complete = set(self._complete)
         return self._listed(complete, partial - found)
 
-    def _read_head(self) -> bytes | None:
-        return self._get(head_lib.NAME)
-
     def _new_entries(self, version: int) -> list[journal.Object]:
         data = self._get(f"{journal.dirname(version)}/objects.jsonl") or b""
         position = self._cursors.get(version, 0)
@@ -317,16 +313,13 @@ class Bucket(_Storage):
         self._cursors[version] = position + used
         return entries
 
-    def _read_manifest(self, version: int) -> bytes:
-        data = self._get(f"{journal.dirname(version)}/manifest.json")
-        if data is None:
-            with self._lock:
-                self._complete.discard(version)
-                known = sorted(self._complete)
-            raise journal.no_version(version, self._place, known)
-        return data
+    def _known(self, version: int) -> Sequence[int]:
+        with self._lock:
+            self._complete.discard(version)
+            return sorted(self._complete)
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: str, limit: int = 0) -> bytes | None:
+        """Returns all of an object: buckets charge by the request."""
         try:
             result = self._store.read(key).result()
         except ValueError as error:  # the only type of error that tensorstore raises; after its own retries

@@ -256,7 +256,9 @@ class HeadVerifier:
 
     def _check_floor(self, head: Head) -> None:
         """Raises StaleHead or CorruptSource if `head` contradicts an accepted one, or is older."""
-        oldest = self._oldest
+        # The oldest of the last MAX_REMEMBERED numbers. An older one that is not remembered may have had another manifest.
+        is_full = len(self._manifests) >= MAX_REMEMBERED
+        oldest = heapq.nlargest(MAX_REMEMBERED, self._manifests)[-1] if is_full else (0, 0)
         for entry in head.versions.values():
             order = entry.epoch, entry.version
             known = self._manifests.get(order, entry.sha256)
@@ -270,13 +272,6 @@ class HeadVerifier:
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
             raise StaleHead("the head is of {}, older than {} accepted before; use another source".format(*texts))
 
-    @property
-    def _oldest(self) -> tuple[int, int]:
-        """The oldest of the last MAX_REMEMBERED numbers. An older one that is not remembered may have had another manifest."""
-        if len(self._manifests) < MAX_REMEMBERED:
-            return 0, 0
-        return heapq.nlargest(MAX_REMEMBERED, self._manifests)[-1]
-
     def _remember(self, head: Head) -> None:
         """Remembers the manifests of `head`, on disk first: a restart must refuse a second manifest of any number accepted."""
         listed = {(entry.epoch, entry.version): entry.sha256 for entry in head.versions.values()}
@@ -285,14 +280,11 @@ class HeadVerifier:
         found = self._manifests | listed
         newest = heapq.nlargest(MAX_REMEMBERED, found)
         found = {order: found[order] for order in {*newest, *listed}}
-        self._write_manifests(found)
-        self._manifests = found
-
-    def _write_manifests(self, manifests: dict[tuple[int, int], str]) -> None:
         if self._floor is not None:
-            lines = [(*order, manifests[order]) for order in sorted(manifests)]
+            lines = [(*order, found[order]) for order in sorted(found)]
             content = _Remembered(keys=sorted(self.keys), manifests=lines).model_dump_json()
             atomic_file.write(_beside(self._floor), content.encode(), durable=True)
+        self._manifests = found
 
     def _save(self, head: Head | None) -> None:
         if self._floor is not None:
@@ -343,6 +335,11 @@ def verifier(trusted: str) -> HeadVerifier:
 def verifier_of(trusted: "str | os.PathLike | HeadVerifier | None") -> HeadVerifier | None:
     """Returns `trusted` if it is a verifier or None, else the one that this process shares for that key or root file."""
     return trusted if isinstance(trusted, HeadVerifier) or trusted is None else verifier(os.fspath(trusted))
+
+
+def manifest_of(trusted: HeadVerifier | None, data: bytes, version: int) -> manifest_lib.Manifest:
+    """Returns the manifest of `version` in `data`, which the head of `trusted` lists, or without it any valid one. Raises CorruptSource."""
+    return manifest_lib.parse(data, version=version) if trusted is None else trusted.manifest(data, version)
 
 
 def listing(

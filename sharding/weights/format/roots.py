@@ -31,8 +31,11 @@ def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool
 
     For a root file, returns the newest root, or with `first` the oldest.
     """
-    if text_lib.is_hex(str(name)):
-        return root_of(str(name)), False
+    if text_lib.is_hex(str(name)):  # it has all roles, and never expires
+        root = Root(version=1, expires=NEVER, consistent_snapshot=False)
+        for role in (Root.type, *ONLINE):
+            root.add_key(_key(str(name)), role)
+        return root, False
     if not os.path.isfile(name):
         text = f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file"
         raise ValueError(f"{text}; pass the publisher's public key, or its root file")
@@ -47,14 +50,6 @@ def parse(line: bytes) -> Metadata[Root]:
         raise journal.CorruptSource(f"a line is not TUF metadata: {error.__cause__}") from error
     journal.require(found.signed.type == Root.type, f"a line has {found.signed.type[:80]!r} in the place of a root")
     return found
-
-
-def root_of(public_key: str) -> Root:
-    """Returns the root of a run without a root file: the key `public_key` (hex) has all roles, and it never expires."""
-    root = Root(version=1, expires=NEVER, consistent_snapshot=False)
-    for role in (Root.type, *ONLINE):
-        root.add_key(_key(public_key), role)
-    return root
 
 
 def read(data: bytes) -> list[Metadata[Root]]:

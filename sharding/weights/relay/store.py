@@ -102,7 +102,7 @@ class Store:
         manifest, data, entries = None, b"", []
         try:
             data = (directory / "manifest.json").read_bytes()
-            manifest = trusted.manifest(data, number) if trusted else manifest_lib.parse(data, version=number)
+            manifest = head_lib.manifest_of(trusted, data, number)
             entries = manifest.objects
         except (FileNotFoundError, journal.CorruptSource):
             with contextlib.suppress(FileNotFoundError, journal.CorruptSource):
