@@ -10,7 +10,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import prometheus_client
@@ -19,7 +19,6 @@ from rl.protocol import env_mix, registry
 from rl.protocol import lease as lease_lib
 from rl.swarm.orchestrator import nodes
 from rl.swarm.orchestrator import state as state_lib
-from rl.swarm.orchestrator.groups import give_backs as give_backs_lib
 from rl.swarm.orchestrator.groups import queue_entry
 from rl.swarm.orchestrator.groups.queue_entry import State
 from rl.swarm.orchestrator.state import RunState
@@ -30,12 +29,8 @@ class Leases:
     """Leases groups of the run's queue to workers, and renews or takes back these leases. All public methods are thread-safe."""
 
     locked: state_lib.Locked
-    ledger: state_lib.Ledger
     nodes: nodes.Nodes
-    config: Any  # the run's
     seconds: prometheus_client.Histogram  # of a lease without its wait for work
-    give_backs: give_backs_lib.GiveBacks
-    fail: Callable[[BaseException], None]  # ends the run
 
     def lease(
         self,
@@ -67,9 +62,9 @@ class Leases:
             state.health.seen(worker, now_s)
             groups = [] if state.is_ended else self._lease(state, worker, capacity, network, now_s, begun_us)
             if groups:
-                self.ledger.joined(worker, worker in state.health.invited)
+                self.locked.ledger.joined(worker, worker in state.health.invited)
             for group in groups:
-                self.ledger.leased(worker, *group.key, group.version, group.epoch)
+                self.locked.ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
@@ -88,7 +83,7 @@ class Leases:
             self._expire_late(state, now_s)  # a renewal after a pause is of this time
             state.health.seen(key, now_s)
             if state.health.is_known(key):
-                self.give_backs.heard(key, report.problem)
+                state.give_backs.heard(key, report.problem)
             if leaving:
                 state.share.left(key)
                 self._take_back(state, key, state.queue.held(key), now_s)
@@ -131,7 +126,7 @@ class Leases:
         """Leases open groups or, if there are none, copies of late ones; returns them."""
         is_known = state.health.is_known(worker) and not state.health.is_banned(worker)
         count = self._room(state, worker, network, capacity, now_s, is_known=is_known)
-        pins = {"all": True, "none": False}.get(self.config.trust.pin_versions, state.health.is_stranger(worker))
+        pins = {"all": True, "none": False}.get(self.locked.config.trust.pin_versions, state.health.is_stranger(worker))
         lease = functools.partial(
             state.queue.lease,
             worker,
@@ -180,7 +175,7 @@ class Leases:
 
     def _late(self, state: RunState, now_s: float, is_known: bool) -> dict[str, Any]:
         """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""
-        old_s = now_s - self.config.topology.lease_s
+        old_s = now_s - self.locked.config.topology.lease_s
         return {
             "is_late": lambda lease: state.share.is_late(lease.worker, lease.since_s, now_s),
             "leaves_room": lambda it: it.since_s < old_s or (is_known and not state.health.is_known(it.worker)),
@@ -219,7 +214,7 @@ class Leases:
             return
         env, invited = lease.group.env, state.health.invited
         active = [one for one in self.nodes.healthy("worker") if one in invited and not state.health.is_banned(one)]
-        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in state.left_out:
+        if state.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in state.left_out:
             self._give_up(state, env, problem)
 
     def _expire(
@@ -232,14 +227,15 @@ class Leases:
 
     def _give_up(self, state: RunState, env: str, cause: str) -> None:
         """Leaves an environment out of the run, or ends the run if less than half of its groups would remain."""
-        order, gone, entries = env_mix.order(self.config), {*state.left_out, env}, state.queue.entries
-        if self.config.rl.curriculum or 2 * sum(map(order.count, gone)) > len(order):
-            self.fail(ValueError(f"no worker can make a group: {cause}"))
+        config, gone, entries = self.locked.config, {*state.left_out, env}, state.queue.entries
+        order = env_mix.order(config)
+        if config.rl.curriculum or 2 * sum(map(order.count, gone)) > len(order):
+            self.locked.fail(ValueError(f"no worker can make a group: {cause}"))
             return
         state.left_out = gone
         part = f"{env}, {order.count(env) / len(order):.0%} of the groups"
         line = f"left out from now on: {part}. The others go on; a resume tries it again. The reason: {cause}"
-        self.give_backs.on_notice(line)
+        self.locked.on_notice(line)
         state.batches.leave_out(env)
         held_out = [key for key, one in entries.items() if key[0] == "held_out" and one.group.env == env]
         for key in held_out:

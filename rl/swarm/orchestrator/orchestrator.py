@@ -96,9 +96,8 @@ class Orchestrator:
         self._curriculum = curriculum_lib.Curriculum(config) if config.rl.curriculum else None
         own_workers = () if config.topology.mode == "remote" else invited
         invited = frozenset({*invited, *config.topology.workers})
-        self.locked = state_lib.Locked(
-            self._first_state(invited, {*server_keys, *config.topology.server_keys}, is_measuring, clock)
-        )
+        state = self._first_state(invited, {*server_keys, *config.topology.server_keys}, is_measuring, clock)
+        self.locked = state_lib.Locked(state, config, self._ledger, on_wait)
         self.admission = gate.Admission(config, key.worker, invited, stake)
         self.nodes = nodes.Nodes(
             lock=self.locked.lock,
@@ -114,32 +113,18 @@ class Orchestrator:
         )
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
-        self.leases = leases.Leases(
-            locked=self.locked,
-            ledger=self._ledger,
-            nodes=self.nodes,
-            config=config,
-            seconds=self.metrics.seconds["lease"],
-            give_backs=give_backs.GiveBacks(on_wait),
-            fail=self.fail,
-        )
+        self.leases = leases.Leases(locked=self.locked, nodes=self.nodes, seconds=self.metrics.seconds["lease"])
         self._status = status.Status(self.nodes, verdicts)
-        self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
+        self._log = row_log.RowLog(workdir / "rollouts" / "open", self.locked.fail)
         self._submissions = submissions.Submissions(
             locked=self.locked,
-            ledger=self._ledger,
             log=self._log,
             rules=rules_lib.Rules.of(config, key.worker),
-            is_withheld=config.rl.batch == "first",
-            held_out={(group.group, group.index) for group in task_schedule.held_out_groups(config, 0)},
             check_group_without_weights=check_group_without_weights,
             verdicts=verdicts,
             secret=secret,
             on_verified=on_verified,
-            on_delivered=self.leases.give_backs.finished,
-            on_caught=on_wait,
             on_banned=self.nodes.banned,
-            fail=self.fail,
         )
         self.is_closing = False
         self._web: Any = None  # from `serve` on, as the thread
@@ -283,9 +268,7 @@ class Orchestrator:
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""
-        with self.locked as state:
-            state.failure = state.failure or error
-            state.has_news = True
+        self.locked.fail(error)
 
     def waiting_for(self) -> str:
         """Returns why the learner waits, as a line for people, or "" if it does not."""
@@ -387,6 +370,7 @@ class Orchestrator:
             health=marks(invited=invited, is_measuring=is_measuring),
             servers=marks(invited=registered),
             share=work_share.WorkShare(config.topology.lease_s),
+            give_backs=give_backs.GiveBacks(self._on_wait),
             clock=clock,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from rl.protocol import timeline
 from rl.protocol.ledger import run_ledger
 from rl.swarm.orchestrator import work_share, worker_health
-from rl.swarm.orchestrator.groups import batches, group_queue, queue_entry
+from rl.swarm.orchestrator.groups import batches, give_backs, group_queue, queue_entry
 
 Ledger = run_ledger.RunLedger | run_ledger.NoLedger
 
@@ -27,6 +27,7 @@ class RunState:
     health: worker_health.WorkerHealth  # the marks of workers
     servers: worker_health.WorkerHealth  # those of the servers that answer for the samples they sign: invited keys
     share: work_share.WorkShare
+    give_backs: give_backs.GiveBacks
     clock: Callable[[], float]  # seconds that never fall
     # By the end of their metric's name.
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -49,9 +50,13 @@ class RunState:
 
 
 class Locked:
-    """The state of a run with its lock, which one thread may take several times."""
+    """The state of a run with its lock, which one thread may take several times.
 
-    def __init__(self, state: RunState):
+    With it goes what needs no lock: the run's config, its ledger, and the function that gets lines for people.
+    """
+
+    def __init__(self, state: RunState, config: Any, ledger: Ledger, on_notice: Callable[[str], None]):
+        self.config, self.ledger, self.on_notice = config, ledger, on_notice
         self._state, self.lock = state, threading.RLock()
         self._changed = threading.Condition(self.lock)
 
@@ -62,6 +67,12 @@ class Locked:
     def __exit__(self, *_) -> None:
         self._notify()
         self.lock.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run: waiting and later calls of the learner raise the first such `error`."""
+        with self as state:
+            state.failure = state.failure or error
+            state.has_news = True
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
         """Blocks until `condition()` is true or `timeout_s` has passed; returns whether it became true. Raises the error that ended the run, if any.

@@ -18,11 +18,12 @@ import concurrent.futures
 import dataclasses
 import hmac
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
+from rl.protocol import task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.swarm.orchestrator import group_log, worker_health
 from rl.swarm.orchestrator import state as state_lib
@@ -59,32 +60,30 @@ class Submissions:
     """Checks the groups that workers hand in, and decides which of them may be trained on. All public methods are thread-safe."""
 
     locked: state_lib.Locked
-    ledger: state_lib.Ledger
     log: row_log.RowLog  # gets the training groups that passed the checks without weights
     rules: rules_lib.Rules  # those of the run
-    is_withheld: bool  # groups that arrive too old count as lost leases: batches go on without them
-    held_out: Collection[tuple[int, int]]  # (group number, index) of its held-out tasks
     check_group_without_weights: CheckGroupWithoutWeights  # runs in a few threads, which workers share in turns
     verdicts: verdict_collector.VerdictCollector  # replays groups
     secret: bytes  # decides which groups are verified; workers must not know it
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
-    on_delivered: Callable[[str], None]  # called with the environment of a group that was delivered
-    on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
     on_banned: Callable[[str, str], None]  # called with the key of a node that gets no more work, and the reason
-    fail: Callable[[BaseException], None]  # ends the run
 
     def __post_init__(self) -> None:
-        self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
-        self.verdicts.start(self._decide, self.fail)
+        self._checkers, config = fair_pool.FairPool(NUM_CHECKS, "check"), self.locked.config
+        # Groups that arrive too old count as lost leases: batches go on without them.
+        self._is_withheld = config.rl.batch == "first"
+        # (group number, index) of the held-out tasks.
+        self._held_out = {(group.group, group.index) for group in task_schedule.held_out_groups(config, 0)}
+        self.verdicts.start(self._decide, self.locked.fail)
 
     def resume(self) -> None:
         """Continues the run of a ledger, with fresh draws."""
         # The workers of batches that are made again may know which groups were not replayed the first time. The ledger has the head
         # from which an auditor with the secret repeats the draws.
-        head = self.ledger.head()  # without the lock: it waits for a thread that may call `fail`
+        head = self.locked.ledger.head()  # without the lock: it waits for a thread that may call `fail`
         with self.locked as state:
             self.secret = hmac.digest(self.secret, head.encode(), "sha256")
-            self.ledger.appointed(self.verdicts.validators, self.verdicts.quorum, **state.health.rates)
+            self.locked.ledger.appointed(self.verdicts.validators, self.verdicts.quorum, **state.health.rates)
 
     def close(self) -> None:
         """Waits for running replays, but not for other checks; cancels the rest."""
@@ -137,7 +136,7 @@ class Submissions:
         with self.locked as state:
             entry = state.queue.entries.get(("train", step, group))
             is_train = entry is not None and entry.group.index == index
-        return "held_out" if not is_train and (group, index) in self.held_out else "train"
+        return "held_out" if not is_train and (group, index) in self._held_out else "train"
 
     def _signed_digest(self, key: queue_entry.Key, rollouts: list[rollout_lib.Rollout]) -> str | None:
         """Returns the digest of a group whose signer has leased it; "" if it is not signed, None if it is not leased."""
@@ -158,8 +157,8 @@ class Submissions:
         rollouts, holder = rows.rollouts, rows.rollouts[0].worker
         fate = state.queue.deliver(key, holder, rollouts, digest)
         if fate is queue_entry.Delivery.TAKEN:
-            self.on_delivered(state.queue.entries[key].group.env)
-            return self._take(state, state.queue.entries[key], rows, blame=self.is_withheld)
+            state.give_backs.finished(state.queue.entries[key].group.env)
+            return self._take(state, state.queue.entries[key], rows, blame=self._is_withheld)
         if fate is queue_entry.Delivery.LATE:
             state.counts["unleased"] += len(rollouts)
             return f"refused: {NOT_LEASED}"
@@ -176,7 +175,7 @@ class Submissions:
         If it is too old for any batch, it counts as a lost lease if `blame`. After a rejection, the caller looks at the group's spare.
         """
         key = entry.group.key
-        recorded = self.ledger.submitted(entry.worker, *key, entry.digest)
+        recorded = self.locked.ledger.submitted(entry.worker, *key, entry.digest)
         verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, state.policy.version))
         if not verdict.accepted:
             return self._blame(state, state.queue.requeue(key), verdict, is_fault=False)
@@ -235,7 +234,7 @@ class Submissions:
         except StopIteration as end:
             taken.reply.set_result(end.value)
         except BaseException as error:  # ends the run: no worker is to blame for it
-            self.fail(error)
+            self.locked.fail(error)
             taken.reply.set_exception(error)
         else:
             future.add_done_callback(lambda _: self._advance(taken, story))
@@ -257,7 +256,7 @@ class Submissions:
         """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
         with self.locked as state:
             for one in signed:
-                self.ledger.verdict(one)
+                self.locked.ledger.verdict(one)
             entry = state.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
@@ -306,14 +305,14 @@ class Submissions:
         worker, group = entry.worker, entry.group
         state.counts["refused"] += len(entry.rollouts)
         state.counts[f"refused_{verdict.reason}"] += 1
-        self.ledger.refused(worker, *group.key, entry.digest, str(verdict), _environment(entry))
+        self.locked.ledger.refused(worker, *group.key, entry.digest, str(verdict), _environment(entry))
         state.health.rejected(worker, group.key, state.clock(), is_fault=is_fault)
         if is_fault:
             self._distrust(state, "worker", state.health, worker)
         if state.health.is_banned(worker):
             state.share.left(worker)
             found = f"{state.health.max_rejections} rejected groups; the last"
-            self.ledger.ejected(worker, f"{found}: {verdict}")
+            self.locked.ledger.ejected(worker, f"{found}: {verdict}")
             self.on_banned(worker, f"{found}, group {group.group} of step {group.step}: {verdict}")
         state.has_news = True
         return f"refused: {verdict}"
@@ -325,14 +324,14 @@ class Submissions:
         state.health.lost(entry.worker, key, state.clock(), blame=False)
         was_banned = state.servers.is_banned(server)
         state.servers.rejected(server, key, state.clock(), is_fault=True)
-        self.ledger.joined(server)
-        self.ledger.refused(server, *key, entry.digest, str(verdict), _environment(entry))
+        self.locked.ledger.joined(server)
+        self.locked.ledger.refused(server, *key, entry.digest, str(verdict), _environment(entry))
         self._distrust(state, "server", state.servers, server)
         if state.servers.is_banned(server) and not was_banned:
             found = f"the samples of {state.servers.max_rejections} groups; the last: {verdict}"
-            self.ledger.ejected(server, found)
+            self.locked.ledger.ejected(server, found)
             self.on_banned(server, found)
-            self.on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
+            self.locked.on_notice(f"server {server[:16]} gets no more work; its last fault is {verdict}")
         state.has_news = True
         return f"refused: void: the inference server is at fault: {verdict}"
 
@@ -343,9 +342,9 @@ class Submissions:
         if num_groups:
             if health is state.health:
                 state.counts["trained_unverified_of_cheats"] += num_groups
-                self.ledger.named(key, steps)
+                self.locked.ledger.named(key, steps)
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
-            self.on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
+            self.locked.on_notice(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
 
     def _recall(self, state: RunState, health: worker_health.WorkerHealth, key: str) -> None:
         """Quarantines all groups of a node that passed without a verdict, and that no batch has taken."""
@@ -377,7 +376,7 @@ class Submissions:
         Groups without a verdict are drawn again: the restart has other draws, by which an auditor judges the batch.
         """
         key = logged.group.key
-        known, entry = self.ledger.run.submission(*key[1:]), state.queue.entries.get(key)
+        known, entry = self.locked.ledger.run.submission(*key[1:]), state.queue.entries.get(key)
         if known and known[0] == logged.digest and entry and entry.state is State.OPEN:
             entry = state.queue.restore(logged.group, logged.worker, logged.rollouts, logged.digest)
             entry.scores = logged.scores

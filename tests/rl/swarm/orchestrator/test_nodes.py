@@ -432,7 +432,7 @@ def test_strangers_that_give_groups_back_end_no_run(make, monkeypatch):
             give_record(orchestrator, key.worker, 2)
             (group,) = node.lease()
             node.lease(0, returned=[group.key], problem="environment toys: this text is free")
-    assert inside(orchestrator).failure is None and not orchestrator.leases.give_backs._times  # no memory, either
+    assert inside(orchestrator).failure is None and not inside(orchestrator).give_backs._times  # no memory, either
 
 
 def test_leases_of_newcomers_take_no_samples_from_known_workers(make):
