@@ -42,9 +42,8 @@ class StepOutput:
         for slot, sequence in self.running:
             request, completion, count = sequence.group.request, sequence.completion, int(counts[slot])
             if not is_finite[slot]:
-                self.fail(
-                    sequence.group, "a log-probability is not finite: broken weights or an overflow; check the weights"
-                )
+                found = "a log-probability is not finite: broken weights or an overflow"
+                self.fail(sequence.group, f"{found}; check the weights")
                 continue
             if count == 0:  # without this, the request would never end
                 self.fail(sequence.group, "the engine returned no token for a slot in use; send the request again")

@@ -90,7 +90,8 @@ class Entry:
 
 EPISODE = ("max_calls", "max_episode_tokens", "thinking")
 SENT = ("name", "options", "digest", "max_tokens", *EPISODE)  # to workers, if a run has several environments
-OWN = ("name", "options", "num_tasks", "digest", "ratio", "weight")  # of an entry, without a default in the run
+# {field of an entry without a default in the run: its default}
+OWN = {"name": "", "options": {}, "num_tasks": 0, "digest": "", "ratio": 1.0, "weight": 1.0}
 ALL = (*OWN, *FIELDS)
 
 
@@ -258,13 +259,13 @@ def _entry(key: str, fields: Any, defaults: Mapping[str, Any]) -> Entry:
             raise ValueError(f"envs.{key} has no field {name!r}{near}; set one of {', '.join(ALL)}")
     if not given.get("name"):
         raise ValueError(f"envs.{key} names no environment; set envs.{key}.name, as in 'reverse_text' or 'gsm8k'")
-    own: dict[str, Any] = {"name": "", "options": {}, "num_tasks": 0, "digest": "", "ratio": 1.0, "weight": 1.0}
-    values = own | dict(defaults) | given
+    known = OWN | dict(defaults)
+    values = known | given
     options = values.pop("options")
     if not hasattr(options, "items"):
         raise ValueError(f"envs.{key}.options = {options!r} are not options; write dict(option=value)")
     for name, value in values.items():
-        kind = type((own | dict(defaults))[name])
+        kind = type(known[name])
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_right = isinstance(value, kind) if kind is str else is_number and (kind is float or isinstance(value, int))
         if not is_right:

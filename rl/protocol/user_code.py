@@ -122,10 +122,11 @@ def files_in(path: pathlib.Path) -> dict[str, pathlib.Path]:
     found, above = {}, {path: {path.resolve()}}  # {folder: where it and those above it are}
     for folder, names, own in os.walk(path, followlinks=True):  # an import follows them, too
         place = pathlib.Path(folder)
-        inner = (
-            (name, (place / name).resolve()) for name in names if not name.startswith(".") and name != "__pycache__"
-        )
-        inner = {name: target for name, target in inner if target not in above[place]}  # else it would have no end
+        shown = [name for name in names if not name.startswith(".") and name != "__pycache__"]
+        targets = {name: (place / name).resolve() for name in shown}
+        inner = {
+            name: target for name, target in targets.items() if target not in above[place]
+        }  # else it would have no end
         above |= {place / name: above[place] | {target} for name, target in inner.items()}
         names[:] = sorted(inner)
         files = (place / name for name in own if not name.startswith("."))

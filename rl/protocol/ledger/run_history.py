@@ -86,9 +86,8 @@ def verdicts(path: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]]]:
 
     Raises sqlite3.Error if another process has locked the file.
     """
-    query = (
-        "SELECT event FROM entries WHERE instr(event, CAST(? AS BLOB)) AND instr(event, CAST(? AS BLOB)) ORDER BY seq"
-    )
+    has = "instr(event, CAST(? AS BLOB))"
+    query = f"SELECT event FROM entries WHERE {has} AND {has} ORDER BY seq"
     found: dict[int, list[dict[str, Any]]] = {}
     with contextlib.closing(storage.connect(path)) as db:
         for (body,) in db.execute(query, ('"verdict"', f'"step":{step},')):  # canonical JSON, so without spaces

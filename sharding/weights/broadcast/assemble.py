@@ -270,12 +270,10 @@ class _Reader:
     def _delta_object(self, link: int, number: int) -> bytearray:
         """Returns the bytes of a version's object `number` of patches, which stay in memory until the last chunk used them."""
         o, version = self._plan.chain[link].objects[number], self._plan.chain[link].version
+        own = concurrent.futures.Future()
         with self._lock:
-            future = self._delta_objects.get((link, number))
-            is_first = future is None
-            if future is None:
-                future = self._delta_objects[link, number] = concurrent.futures.Future()
-        if is_first:
+            future = self._delta_objects.setdefault((link, number), own)
+        if future is own:  # no other thread reads it
             try:
                 future.set_result(source_lib.read(self._source, version, o))
                 self._count(o.size)

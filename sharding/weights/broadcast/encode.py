@@ -76,11 +76,8 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str,
     leaves, containers = tree.flatten(params, chunks.check_array)
     leaves = dict(sorted(leaves.items()))
     first_with: dict[int, str] = {}
-    ties = {}
-    for name, leaf in leaves.items():
-        if first_with.setdefault(id(leaf), name) != name:
-            ties[name] = first_with[id(leaf)]
-    return leaves, containers, ties
+    firsts = {name: first_with.setdefault(id(leaf), name) for name, leaf in leaves.items()}
+    return leaves, containers, {name: first for name, first in firsts.items() if first != name}
 
 
 def blank_tensor(name: str, leaf: Any, dtype: str | Mapping[str, str] | None, tied_to: str | None) -> manifest.Tensor:
@@ -119,11 +116,11 @@ def merge(plan: Plan, parts: Sequence[HostPart]) -> tuple[manifest.Tensor, ...]:
     merged = []
     for t in plan.tensors:
         if t.tied_to is None:
-            rows = []
-            for part, before in zip(parts, num_before, strict=False):
-                for number, digest, patch in part.chunks[t.name]:
-                    rows.append((number, digest, None if patch is None else (patch[0] + before, *patch[1:])))
-            rows.sort(key=lambda row: row[0])
+            rows = sorted(
+                (number, digest, patch and (patch[0] + before, *patch[1:]))
+                for part, before in zip(parts, num_before, strict=False)
+                for number, digest, patch in part.chunks[t.name]
+            )
             assert [row[0] for row in rows] == list(range(len(rows))), f"chunks of {t.name}"
             deltas = tuple(patch for _, _, patch in rows) if plan.before is not None else None
             t = dataclasses.replace(t, chunks=tuple(digest for _, digest, _ in rows), deltas=deltas)

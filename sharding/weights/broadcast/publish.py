@@ -349,11 +349,8 @@ def _part_name(process: int) -> str:
 def _unneeded(root: str | os.PathLike, existing: list[int], keep: int) -> list[int]:
     """Returns those of the `existing` versions that are neither among the newest `keep` nor needed to read one of these."""
     needed: set[int] = set()
-    todo: list[int | None] = [*existing[-keep:]]
-    while todo:
-        version = todo.pop()
-        if version is not None and version not in needed:
+    for version in existing[-keep:]:
+        while version in existing and version not in needed:
             needed.add(version)
-            if version in existing:
-                todo.append(destination.base_of(root, version))
+            version = destination.base_of(root, version)
     return [v for v in existing if v not in needed]

@@ -137,10 +137,8 @@ def view_in(target: np.ndarray, origin: tuple[int, ...], tensor: manifest.Tensor
     whole chunk, or not as contiguous memory.
     """
     inner = [slice(s.start - o, s.stop - o) for s, o in zip(region, origin, strict=True)]
-    whole = all(
-        0 <= s.start and s.stop <= n and s.stop - s.start == c
-        for s, n, c in zip(inner, target.shape, tensor.chunk, strict=True)
-    )
+    dims = zip(inner, target.shape, tensor.chunk, strict=True)
+    whole = all(0 <= s.start and s.stop <= n and s.stop - s.start == c for s, n, c in dims)
     part = target[(*inner, ...)] if whole else None
     return part.reshape(-1).view(np.uint8) if part is not None and part.flags.c_contiguous else None
 

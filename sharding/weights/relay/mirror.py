@@ -340,9 +340,8 @@ class Mirror:
 
         Waits for the next one or for all, as `wait` (a constant of `concurrent.futures.wait`); not at all without it.
         """
-        done, _ = concurrent.futures.wait(
-            pending.values(), None if wait else 0, wait or concurrent.futures.ALL_COMPLETED
-        )
+        until = wait or concurrent.futures.ALL_COMPLETED
+        done, _ = concurrent.futures.wait(pending.values(), None if wait else 0, until)
         for error in (future.exception() for future in done if not future.cancelled()):
             if isinstance(error, OSError | ValueError):
                 self.log.note(error)

@@ -72,9 +72,8 @@ class Case:
     @property
     def votes(self) -> dict[bool, int]:
         """How many validators that are not excluded accept the group, and how many reject it."""
-        cast = [
-            self.verdicts[one.key].accepted for one in self.order if one.key in self.verdicts and not one.is_excluded
-        ]
+        voters = (one.key for one in self.order if not one.is_excluded)
+        cast = [self.verdicts[key].accepted for key in voters if key in self.verdicts]
         return {accepted: cast.count(accepted) for accepted in (True, False)}
 
     def wants(self, validator: Validator, quorum: int, now_s: float) -> bool:
