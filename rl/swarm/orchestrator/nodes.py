@@ -17,13 +17,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from rl.experiment.reporting import start_clock
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
+from rl.swarm.orchestrator import state as state_lib
 from rl.swarm.orchestrator import static_servers
 from sharding.system import sign_in
 
@@ -44,19 +44,16 @@ ROLES = {"server": "an inference server", "worker": "a worker (for held-out task
 class Nodes:
     """The nodes of a run with their states, and the policies of its servers."""
 
-    lock: threading.RLock  # of the run's state; it guards all that is not a field
-    clock: Callable[[], float]  # seconds that never fall
-    topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
-    max_lag: int  # versions by which the policy of a server may be older than the newest
+    locked: state_lib.Locked  # its lock guards all that is not a field
     validators: Collection[str]  # public keys that may sign in as validators only
-    is_known: Callable[[str], bool]  # True for a worker whose place in the table no stranger may take
     own_workers: Collection[str]  # public keys of the workers that this process starts
-    is_banned: Callable[[str], bool]  # True for a server that workers must not use, and a worker that gets no more work
     on_served: Callable[[timeline.Policy], None]  # called with each policy that servers have
-    on_notice: Callable[[str], None]  # called with lines for people
 
     def __post_init__(self) -> None:
-        self.heartbeat_s, self._server_keys = self.topology.heartbeat_s, frozenset(self.topology.server_keys)
+        with self.locked as state:
+            self.clock = state.clock
+        self._topology, self._on_notice = self.locked.config.topology, self.locked.on_notice
+        self.heartbeat_s, self._server_keys = self._topology.heartbeat_s, frozenset(self._topology.server_keys)
         self._static: dict[str, static_servers.StaticServer] = {}  # by URL
         self._registry = registry_lib.Registry(self.heartbeat_s, is_named=self.is_kept)
         self.newest: timeline.Policy | None = None  # that servers may load
@@ -78,7 +75,7 @@ class Nodes:
 
     def add(self, url: str, control: str, token: str | None = None, key: str = "") -> None:
         """Adds an inference server that sends no heartbeats. The arguments are the fields of `StaticServer`."""
-        with self.lock:
+        with self.locked:
             self._static[url] = static_servers.StaticServer(url, control, token, key)
 
     def invite(self, keys: Iterable[str]) -> None:
@@ -91,7 +88,13 @@ class Nodes:
 
     def is_kept(self, key: str) -> bool:
         """Returns True for a key whose place in the table no stranger may take."""
-        return self.is_named(key) or self.is_known(key)
+        with self.locked as state:
+            return self.is_named(key) or state.health.is_known(key)
+
+    def _is_banned(self, key: str) -> bool:
+        """Returns True for a server that workers must not use, and a worker that gets no more work."""
+        with self.locked as state:
+            return state.servers.is_banned(key) or state.health.is_banned(key)
 
     def may_sign_in(self, key: str, role: str) -> bool:
         """Returns True for a key that may sign in as a server, relay, or validator."""
@@ -99,7 +102,7 @@ class Nodes:
 
     def announce(self, policy: timeline.Policy) -> None:
         """Names the newest policy for servers to load. In a run without servers, where workers use their own, the policy counts as served immediately."""
-        with self.lock:
+        with self.locked:
             self.newest, self._announced_s = policy, self.clock()
             has_servers = self._has_servers()
         if has_servers:
@@ -110,12 +113,12 @@ class Nodes:
     @contextlib.contextmanager
     def holding(self, policy: timeline.Policy) -> Iterator[None]:
         """Lets one server load `policy`, or keep it, during the block, for an evaluation; the others load newer ones."""
-        with self.lock:
+        with self.locked:
             self._held[policy] += 1
         try:
             yield
         finally:
-            with self.lock:
+            with self.locked:
                 self._held[policy] -= 1
                 if not self._held[policy]:
                     del self._held[policy]
@@ -124,7 +127,7 @@ class Nodes:
 
     def target(self, key: str) -> timeline.Policy | None:
         """Returns the policy that a server should have: the newest, or an older one that it holds for an evaluation."""
-        with self.lock:
+        with self.locked:
             serving = {node.key: node.report.policy for node in self._serving(is_old_allowed=True)}
             for policy in sorted(self._held):
                 if policy == self.newest or key not in serving:
@@ -140,7 +143,7 @@ class Nodes:
 
     def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
-        with self.lock:
+        with self.locked:
             node = self._registry.beat(key, role, now_s, report)
             if role == "worker" and bool(node and report.url) != (key in self.own_servers):
                 self.own_servers ^= {key}
@@ -151,7 +154,7 @@ class Nodes:
         if role == "server":
             if report.load.tokens_per_s and not self._has_tokens:
                 self._has_tokens = True
-                self.on_notice(f"first tokens {start_clock.age_s():.0f} s after the start")
+                self._on_notice(f"first tokens {start_clock.age_s():.0f} s after the start")
             self._look(now_s)
 
     async def await_news(self, key: str, report: registry_lib.Report, is_over: Callable[[], bool]) -> None:
@@ -168,34 +171,34 @@ class Nodes:
 
     def fault(self, key: str, problem: str) -> None:
         """Records that a request of the orchestrator to a node failed, with the `problem` as text."""
-        with self.lock:
+        with self.locked:
             self._registry.fault(key, self.clock(), problem)
 
     def numerics(self) -> str:
         """Returns data types, device, and version of jax of each server, by its own account, as a line for people. Blocks for some seconds at most."""
-        with self.lock:
+        with self.locked:
             urls = [node.report.url for node in self._serving()][:MAX_ASKED]
         return sign_in.one_line("; ".join(asyncio.run(static_servers.numerics(urls))))
 
     def banned(self, key: str, reason: str) -> None:
         """Records why a key is banned, for people."""
-        with self.lock:
+        with self.locked:
             self._bans[key] = sign_in.one_line(reason)
 
     def seen(self, workers: Iterable[str], now_s: float) -> None:
         """Records that workers ask for work, or wait for it. Raises ValueError for a key of another role."""
-        with self.lock:
+        with self.locked:
             for worker in workers:
                 self._registry.beat(worker, "worker", now_s)
 
     def leave(self, key: str, role: str) -> None:
         """Records that a node ends on purpose. Raises ValueError if the key is another role's."""
-        with self.lock:
+        with self.locked:
             self._registry.leave(key, role)
 
     def stopped_s(self, now_s: float) -> float:
         """Returns the seconds that this process was stopped before `now_s`, as on a laptop that slept; else 0. Nodes do not count as silent then."""
-        with self.lock:
+        with self.locked:
             stopped_s = now_s - self._ticked_s
             if stopped_s <= STOPPED_S:
                 return 0.0
@@ -203,12 +206,12 @@ class Nodes:
             self._registry.extend(stopped_s, now_s)
             self._well_s = {role: min(now_s, well_s + stopped_s) for role, well_s in self._well_s.items()}
         if stopped_s > self.heartbeat_s:
-            self.on_notice(f"the orchestrator was stopped for {stopped_s:.0f} s; all leases are as much longer")
+            self._on_notice(f"the orchestrator was stopped for {stopped_s:.0f} s; all leases are as much longer")
         return stopped_s
 
     def was_away(self, since_s: float) -> bool:
         """Returns True if too many servers were away at some time from `since_s` on, so that workers could not finish."""
-        with self.lock:
+        with self.locked:
             return self._has_servers() and self._registry.was_away(since_s)
 
     def servers(self, share: float = 1.0) -> list[dict[str, Any]]:
@@ -216,7 +219,7 @@ class Nodes:
 
         The worker gets this `share` of the samples that each server should run, and at least one.
         """
-        with self.lock:
+        with self.locked:
             return [
                 {
                     "url": node.report.url,
@@ -230,7 +233,7 @@ class Nodes:
 
     def max_samples(self) -> float:
         """Returns the number of samples for which workers should hold leases: those that servers run now, and the next ones. Infinity means no limit."""
-        with self.lock:
+        with self.locked:
             limits = [self._limit(node) for node in self._serving()]
         return LEASED_PER_RUNNING * sum(limits) if limits and all(limits) else math.inf
 
@@ -240,34 +243,36 @@ class Nodes:
 
     def healthy(self, role: str) -> list[str]:
         """Returns the keys of the healthy nodes of a role."""
-        with self.lock:
+        with self.locked:
             return [node.key for node in self._registry.healthy(role)]
 
     def num_signed_in(self) -> int:
         """Returns the number of healthy nodes that send heartbeats of their own; static servers do not count."""
-        with self.lock:
+        with self.locked:
             healthy = map(self._registry.healthy, registry_lib.ROLES)
             return sum(node.key not in self._static for nodes in healthy for node in nodes)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""
-        with self.lock:
+        with self.locked:
             rows = [(self._key(row["key"]), row) for row in self._registry.table()]
-            bans = {key: self._bans.get(key, EARLIER) for key, _ in rows if self.is_banned(key)}
+            bans = {key: self._bans.get(key, EARLIER) for key, _ in rows if self._is_banned(key)}
         return [row | {"state": "banned", "problem": bans[key]} if key in bans else row for key, row in rows]
 
     def counts(self) -> collections.Counter[str]:
         """Returns the number of nodes by role and state, as "worker_healthy"."""
-        with self.lock:
+        with self.locked:
             found = [(node.role, node.state.value, self._key(node.key)) for node in self._registry.nodes()]
-        return collections.Counter(f"{role}_{'banned' if self.is_banned(key) else state}" for role, state, key in found)
+        return collections.Counter(
+            f"{role}_{'banned' if self._is_banned(key) else state}" for role, state, key in found
+        )
 
     def load(self) -> dict[str, float]:
         """Returns the load of all healthy servers as metrics of a train step, and the number of healthy nodes by role.
 
         Tokens per second are a mean over the heartbeats since the last call.
         """
-        with self.lock:
+        with self.locked:
             healthy = {role: self._registry.healthy(role) for role in registry_lib.ROLES}
             rates, self._rates = self._rates, collections.defaultdict(_last_rates)
         loads = []
@@ -280,12 +285,12 @@ class Nodes:
 
     def tokens_per_s(self) -> float:
         """Returns the tokens per second that all healthy servers report now."""
-        with self.lock:
+        with self.locked:
             return sum(node.report.load.tokens_per_s for node in self._registry.healthy("server"))
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
-        with self.lock:
+        with self.locked:
             is_without = self._has_servers() and not self._serving()
         return self._line("server") if is_without else ""
 
@@ -312,9 +317,9 @@ class Nodes:
                 await asyncio.sleep(TICK_S)
 
     def _sweep(self, now_s: float) -> None:
-        with self.lock:
+        with self.locked:
             num_workers = self._registry.count("worker")[registry_lib.State.HEALTHY]
-            wanted_s = min(num_workers / MAX_BEATS_PER_S, self.topology.lease_s / LEASE_BEATS)
+            wanted_s = min(num_workers / MAX_BEATS_PER_S, self._topology.lease_s / LEASE_BEATS)
             # It falls slowly: workers keep to the last interval of which they know.
             wanted_s = max(self.heartbeat_s, wanted_s, 0.95 * self._registry.worker_interval_s)
             self._registry.worker_interval_s = wanted_s
@@ -323,11 +328,11 @@ class Nodes:
         for change in changes:
             bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)
             if change.role == "server" and (change.new in bad or change.old in bad):
-                self.on_notice(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
+                self._on_notice(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
 
     def _look(self, now_s: float) -> None:
         """Calls `on_served` if servers have a newer policy than before."""
-        with self.lock:
+        with self.locked:
             served = self._find_served(now_s)
             if served is None or (self._served is not None and served <= self._served):
                 return
@@ -352,16 +357,16 @@ class Nodes:
         return min((report.policy for report in reports if report.policy and not report.problem), default=first)
 
     def _check_patience(self, now_s: float, lacks_worker: Callable[[Iterable[str]], bool]) -> None:
-        patience_s = self.topology.patience_s
-        with self.lock:
+        patience_s = self._topology.patience_s
+        with self.locked:
             workers = (node.key for node in self._registry.healthy("worker"))
-            is_lacking = lacks_worker(key for key in workers if not self.is_banned(key))  # looks at few of them
+            is_lacking = lacks_worker(key for key in workers if not self._is_banned(key))  # looks at few of them
             if self.newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
             if not is_lacking:
                 self._well_s["worker"] = now_s
             missing = [role for role, well_s in self._well_s.items() if now_s - well_s > patience_s]
-            are_banned = self.own_workers and all(map(self.is_banned, self.own_workers))
+            are_banned = self.own_workers and all(map(self._is_banned, self.own_workers))
             is_over = are_banned and self._well_s["worker"] < now_s
         if is_over:
             remedy = "Look at these workers and their servers, or raise trust.max_attempts"
@@ -377,10 +382,10 @@ class Nodes:
     def _serving(self, *, is_old_allowed: bool = False) -> list[registry_lib.Node]:
         if self.newest is None:
             return []
-        oldest = 0 if is_old_allowed else max(0, self.newest.version - self.max_lag)
+        oldest = 0 if is_old_allowed else max(0, self.newest.version - self.locked.config.rl.max_lag)
         oldest = min([oldest, *(policy.version for policy in self._held)])
         found = self._registry.serving(timeline.Policy(self.newest.epoch, oldest), self.newest)
-        return [node for node in found if not self.is_banned(self._key(node.key))]
+        return [node for node in found if not self._is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
         state = self._limits.get(key) or request_limit.start(load.capacity)

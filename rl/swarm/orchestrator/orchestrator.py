@@ -100,16 +100,7 @@ class Orchestrator:
         self.locked = state_lib.Locked(state, config, self._ledger, on_wait)
         self.admission = gate.Admission(config, key.worker, invited, stake)
         self.nodes = nodes.Nodes(
-            lock=self.locked.lock,
-            clock=clock,
-            topology=config.topology,
-            max_lag=config.rl.max_lag,
-            validators=verdicts.validators,
-            is_known=self.is_known,
-            own_workers=own_workers,
-            is_banned=self._is_banned,
-            on_served=self._open,
-            on_notice=on_wait,
+            locked=self.locked, validators=verdicts.validators, own_workers=own_workers, on_served=self._open
         )
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
@@ -373,10 +364,6 @@ class Orchestrator:
             give_backs=give_backs.GiveBacks(self._on_wait),
             clock=clock,
         )
-
-    def _is_banned(self, key: str) -> bool:
-        with self.locked as state:
-            return state.servers.is_banned(key) or state.health.is_banned(key)
 
     def _open(self, policy: timeline.Policy) -> None:
         """Opens the groups that may use a policy which servers have."""

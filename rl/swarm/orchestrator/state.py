@@ -57,16 +57,16 @@ class Locked:
 
     def __init__(self, state: RunState, config: Any, ledger: Ledger, on_notice: Callable[[str], None]):
         self.config, self.ledger, self.on_notice = config, ledger, on_notice
-        self._state, self.lock = state, threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self._state, self._lock = state, threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def __enter__(self) -> RunState:
-        self.lock.acquire()
+        self._lock.acquire()
         return self._state
 
     def __exit__(self, *_) -> None:
         self._notify()
-        self.lock.release()
+        self._lock.release()
 
     def fail(self, error: BaseException) -> None:
         """Ends the run: waiting and later calls of the learner raise the first such `error`."""

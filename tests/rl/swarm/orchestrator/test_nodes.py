@@ -24,8 +24,10 @@ from inference.swarm import membership
 from rl.experiment import experiment
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
+from rl.protocol.ledger import run_ledger
 from rl.swarm.orchestrator import nodes, static_servers
 from rl.swarm.orchestrator import orchestrator as orchestrator_lib
+from rl.swarm.orchestrator import state as state_lib
 from rl.swarm.orchestrator.gate import gate
 from rl.swarm.orchestrator.groups import give_backs
 from rl.swarm.orchestrator.verdicts import verdict_collector
@@ -168,9 +170,13 @@ def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
 def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator():
     now, served, names = clock.Clock(), [], ("a", "b", "c")
     topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
-    none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
-    hooks = {"on_served": served.append, "on_notice": lambda line: None}
-    table = nodes.Nodes(lock=threading.RLock(), clock=now, topology=topology, max_lag=1, **none, **hooks)
+    config = types.SimpleNamespace(topology=topology, rl=types.SimpleNamespace(max_lag=1))
+    quiet = types.SimpleNamespace(is_known=lambda key: False, is_banned=lambda key: False)
+    run_state = types.SimpleNamespace(clock=now, health=quiet, servers=quiet, has_news=False)
+    locked = state_lib.Locked(
+        typing.cast(state_lib.RunState, run_state), config, run_ledger.NoLedger(), lambda line: None
+    )
+    table = nodes.Nodes(locked=locked, validators=(), own_workers=(), on_served=served.append)
     first, second, third, last = (timeline.Policy(0, version) for version in range(4))
 
     def beat(now_s, *policies, problem=""):
