@@ -405,13 +405,7 @@ def _read_files(bucket: storage.Storage, head: Head) -> dict[str, snapshot.File]
     if not head.manifest:
         return {}
     key = f"manifests/{head.manifest}"
-    data, _ = bucket.read(key, storage.START_S)
-    if data is None:
-        found = f"{bucket.url}/{key} does not exist, although the head names it"
-        raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
-    if digests.of(data) != head.manifest:
-        text = f"{bucket.url}/{key} is damaged"
-        raise journal.CorruptSource(f"{text}; put it back from a version or a backup of the bucket")
+    data = snapshot.read(bucket, key, head.manifest, "head", storage.START_S)
     return snapshot.parse(data, f"{bucket.url}/{key}")
 
 

@@ -153,13 +153,28 @@ def restore(
             with atomic_file.replacing(target) as temporary, open(temporary, "wb") as out:
                 os.fchmod(out.fileno(), file.mode)
                 for key, _, size in file.blocks(path):
-                    out.write(_read_block(storage, key, size, patience_s))
+                    out.write(read(storage, key, digest_of(key), "newest manifest", patience_s, size))
         except (FileNotFoundError, journal.CorruptSource) as error:
             if not can_lack.match(path):
                 raise
             cli.note(f"{error}. Going on without {path}")
 
     list(pool.map(fetch, sorted(files, key=lambda path: -files[path].size)))
+
+
+def read(storage: storage_lib.Storage, key: str, digest: str, source: str, patience_s: float, size: int = 0) -> bytes:
+    """Returns the object with this digest, and `size` if that is not 0. `source` names the key, for the message.
+
+    Raises CorruptSource for another one, and FileNotFoundError if there is none.
+    """
+    for _ in range(MAX_TRIES):
+        data, _ = storage.read(key, patience_s, size)
+        if data is None:
+            found = f"{storage.url}/{key} does not exist, although the {source} names it"
+            raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
+        if len(data) == (size or len(data)) and digests.of(data) == digest:
+            return data
+    raise journal.CorruptSource(f"{storage.url}/{key} is damaged; put it back from a version or a backup of the bucket")
 
 
 def _remove_others(folder: pathlib.Path, files: Mapping[str, File]) -> None:
@@ -171,17 +186,6 @@ def _remove_others(folder: pathlib.Path, files: Mapping[str, File]) -> None:
                 path.unlink()
         with contextlib.suppress(OSError):  # it is not empty
             place.rmdir()
-
-
-def _read_block(storage: storage_lib.Storage, key: str, size: int, patience_s: float) -> bytes:
-    for _ in range(MAX_TRIES):
-        data, _ = storage.read(key, patience_s, size)
-        if data is None:
-            found = f"{storage.url}/{key} does not exist, although the newest manifest names it"
-            raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
-        if len(data) == size and digests.of(data) == digest_of(key):
-            return data
-    raise journal.CorruptSource(f"{storage.url}/{key} is damaged; put it back from a version or a backup of the bucket")
 
 
 def _is_same(path: pathlib.Path, file: File) -> bool:

@@ -453,15 +453,17 @@ def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
         for name in "abc":
             write(bucket.local_folder(url), name, name.encode())
     machine(monkeypatch, tmp_path, "other")
-    read = snapshot._read_block
+    read = snapshot.read
 
-    def killed(*args):
-        raise KeyboardInterrupt
+    def killed(storage, key, *args):
+        if key.startswith("files/"):
+            raise KeyboardInterrupt
+        return read(storage, key, *args)
 
-    monkeypatch.setattr(snapshot, "_read_block", killed)
+    monkeypatch.setattr(snapshot, "read", killed)
     with pytest.raises(KeyboardInterrupt), bucket.mirrored(url):
         raise AssertionError
-    monkeypatch.setattr(snapshot, "_read_block", read)
+    monkeypatch.setattr(snapshot, "read", read)
     folder = bucket.local_folder(url)
     write(folder, "a", b"x")  # as long as the real one
     write(folder, ".lock", b"")
