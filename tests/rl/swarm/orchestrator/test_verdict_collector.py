@@ -116,8 +116,9 @@ def test_a_validator_at_fault_is_replaced_and_named(misdeed, monkeypatch):
     bad = double(act=validators.MISDEEDS[misdeed])
     doubles = [bad, double(), double()]
     with validators.served(*doubles) as names, Collected(names, verdict_s=limit_s) as collected:
-        collected.ask(groups(6))
-        assert collected.decisions.wait(6) == honest(6)
+        # By lot, one of three groups does not go to it: of six, none did in 1 of 729 runs.
+        collected.ask(groups(12))
+        assert collected.decisions.wait(12) == honest(12)
         assert (
             bad.asked and bad.url in collected.source.notice() and collected.lines[0].startswith(f"validator {bad.url}")
         )
