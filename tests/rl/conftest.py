@@ -1,9 +1,10 @@
-"""One run that tests of several files share."""
+"""One run that tests of several files share, and processes that score for all tests of a file."""
 
 import fcntl
 
 import pytest
 
+from rl.envs.scoring import scorer as scorer_lib
 from tests.support import tiny_run
 
 
@@ -26,3 +27,27 @@ def trained(tmp_path_factory):
             assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
             printed.write_text(result.stdout)
     return workdir, printed.read_text()
+
+
+@pytest.fixture(scope="module")
+def shared_scorers():
+    """Lets all scorers of one environment and its options be one, which takes a second to start: for tests that do not end its process."""
+    made = {}
+
+    class Shared(scorer_lib.Scorer):
+        def __new__(cls, *args, **options):
+            key = repr((args, {name: value for name, value in options.items() if name != "on_error"}))
+            return made.setdefault(key, super().__new__(cls))
+
+        def __init__(self, *args, **options):
+            if not hasattr(self, "limit_s"):
+                super().__init__(*args, **options)
+
+        def close(self):
+            """Leaves the process to other tests."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scorer_lib, "Scorer", Shared)
+        yield
+    for one in made.values():
+        super(Shared, one).close()

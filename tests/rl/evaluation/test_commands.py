@@ -16,6 +16,7 @@ from rl.evaluation import commands, endpoint, samples, scores
 from rl.protocol import noise_seed
 from tests.support import chat_server
 
+pytestmark = pytest.mark.usefixtures("shared_scorers")
 TASKS = ["reverse_text", "max_length=4"]
 
 
@@ -132,6 +133,8 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_reported(tmp_path, capsys
         assert body["authorization"] == "Bearer secret" and body["top_k"] == 5 and body["max_tokens"] == 9
         return chat_server.reverser(body)
 
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint, "NOTED_PAUSE_S", 0.02)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     options = ["--num_tasks", 1, "--n", 1, "--max_tokens", 9, "--extra", '{"top_k": 5}']
     with chat_server.serving(busy) as url:
@@ -143,8 +146,6 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_reported(tmp_path, capsys
     with chat_server.serving(lambda body: (200, {"choices": []})) as url:
         assert sample(url, tmp_path / "c.jsonl", *options) == 1
     assert "not a chat completion" in capsys.readouterr().err
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(endpoint, "NOTED_PAUSE_S", 0.02)
     url, options = "http://127.0.0.1:9/v1", ["--num_tasks", 3, *options[2:], "--give_up_s", 0.5]
     assert sample(url, tmp_path / "d.jsonl", *options) == 1
     waiting, given_up = capsys.readouterr().err.splitlines()  # three requests wait, and one says so

@@ -21,17 +21,19 @@ from rl.envs.scoring import scorer
 from sharding.system import limited_process
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
-REPLIES = {
-    "none": b"",
-    "half": b'{"scored": [[{"reward"',
-    "huge": b"x" * 2**25,
-    "nested": b"[" * 100_000 + b"\n",
-    "list": b"[]\n",
-    "no_scores": b'{"grown": false}\n',
-    "no_numbers": b'{"scored": [[{"reward": "9"}, 0, ""]], "grown": false}\n',
-    "too_many": b'{"scored": [[{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""], [{"reward": 9}, 0, ""]], "grown": false}\n',
-    "unprintable": b'{"scored": [[null, 0, "\\u001b[2J"]], "grown": false}\n',
-    "error": b'{"error": "the environment is broken"}\n',
+REPLIES = {  # as code
+    "none": "b''",
+    "half": """b'{"scored": [[{"reward"'""",
+    "huge": "b'x' * 2**25",
+    "nested": "b'[' * 100_000 + b'\\n'",
+    "list": "b'[]\\n'",
+}
+BAD_SCORES = {
+    "no_scores": {"grown": False},
+    "no_numbers": {"scored": [[{"reward": "9"}, 0, ""]], "grown": False},
+    "too_many": {"scored": [[{"reward": 9}, 0, ""]] * 3, "grown": False},
+    "unprintable": {"scored": [[None, 0, "\x1b[2J"]], "grown": False},
+    "error": {"error": "the environment is broken"},
 }
 LEAKED = []
 REPORTED = []  # by the scorers of a test
@@ -66,7 +68,7 @@ def build(*, marks="", broken="", late="", uid=0, seed=0):
         elif order == "wait":
             time.sleep(1e6)
         elif order == "send":  # takes over the child
-            os.write(pipe(), REPLIES[argument])
+            os.write(pipe(), eval(REPLIES[argument]))
             time.sleep(1e6)
         elif order == "until":
             while not pathlib.Path(marks, argument).exists():
@@ -98,8 +100,7 @@ def build(*, marks="", broken="", late="", uid=0, seed=0):
         elif order == "raise":
             raise KeyError(argument)
         elif order == "give":
-            gifts = {"nan": {"reward": np.nan}, "text": "1.0", "nothing": {}, "word": {"reward": "x"}}
-            return (gifts | {"list": {"reward": [1.0]}})[argument]
+            return {"nan": {"reward": np.nan}, "text": "1.0"}[argument]
         elif order == "numpy":
             return {"reward": np.float32(0.5), "index": np.int64(3), "length": np.bool_(True)}
         elif order in ("die", "die_once") and not pathlib.Path(marks, argument).exists():
@@ -128,24 +129,30 @@ def child():
     sys.exit(scorer.main(sys.argv[1]))
 
 
-@pytest.fixture
-def sandbox():
-    return "auto"
+def scoring(folder, sandbox):
+    """Yields a function that scores completions of one task by orders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs.scoring import test_scorer; test_scorer.child()"))
+        made = scorer.Scorer("orders", {"marks": str(folder)}, 0, limit_s=1, sandbox=sandbox, on_error=REPORTED.append)
+        task = build().make_task(7, "train")
+        yield lambda *completions: made.score(task, completions)
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def in_sandbox(tmp_path_factory):
+    yield from scoring(tmp_path_factory.mktemp("marks"), "auto")
+
+
+@pytest.fixture(scope="module")
+def with_rights(tmp_path_factory):
+    yield from scoring(tmp_path_factory.mktemp("marks"), "off")
 
 
 @pytest.fixture
-def orders(monkeypatch, tmp_path, sandbox):
-    """Scores completions of one task by orders."""
-    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs.scoring import test_scorer; test_scorer.child()"))
+def orders(in_sandbox):
     REPORTED.clear()
-    options = {"marks": str(tmp_path)}
-    made = scorer.Scorer("orders", options, 0, limit_s=1, sandbox=sandbox, on_error=REPORTED.append)
-    task = build().make_task(7, "train")
-    yield lambda *completions: made.score(task, completions)
-    made.close()
-
-
-needs_files = pytest.mark.parametrize("sandbox", ["off"])
+    return in_sandbox
 
 
 def worth(scored):
@@ -179,12 +186,40 @@ def test_an_endless_completion_costs_itself_alone(orders, order):
     assert time.process_time() - begun_s < 1 and worth(orders("again")) == [1]
 
 
-@pytest.mark.parametrize("reply", REPLIES)
-def test_a_malformed_or_missing_reply_costs_itself_alone(orders, monkeypatch, reply):
+def test_a_missing_reply_costs_itself_alone(orders, monkeypatch):
     """A completion that has taken over its child may send anything: the run goes on, and a fresh child scores the others."""
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 0.5)
-    begun_s = time.monotonic()
-    assert worth(orders(f"send {reply}", "a")) == [0, 1] and time.monotonic() - begun_s < 20 and not REPORTED
+    assert worth(orders("send half", "a")) == [0, 1] and not REPORTED
+
+
+@pytest.mark.parametrize("reply", BAD_SCORES)
+def test_a_malformed_reply_costs_itself_alone(monkeypatch, reply):
+    class Child:
+        process = status = None
+
+        def __init__(self, *args, **options):
+            pass
+
+        def exchange(self, request, timeout_s):
+            scored = [[{"reward": 1.0}, 0.0, ""] for _ in request["completions"]]
+            return BAD_SCORES[reply] if "send" in request["completions"] else {"scored": scored}
+
+        def end(self):
+            self.status = -signal.SIGKILL
+
+    monkeypatch.setattr(scorer.limited_process, "LimitedProcess", Child)
+    REPORTED.clear()
+    made = scorer.Scorer("orders", {}, 0, limit_s=1, on_error=REPORTED.append)
+    found = made.score(build().make_task(7, "train"), ["send", "a"])
+    assert worth(found) == [0, 1] and not found[0].in_time and not REPORTED
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_a_line_that_is_no_object_is_no_reply(reply):
+    code = f"import os, time\nwith os.fdopen(0, 'wb') as pipe:\n    pipe.write({REPLIES[reply]})\n    pipe.flush()\n    time.sleep(99)"
+    child = limited_process.JsonProcess([sys.executable, "-S", "-c", code], folder=".", variables=os.environ)
+    assert child.receive(5.0 if reply in ("huge", "nested", "list") else 0.2) == {} and child.is_alive
+    child.end()
 
 
 @pytest.mark.slow
@@ -202,6 +237,7 @@ def test_memory_has_a_limit(orders):
     assert worth(orders("grow", "a")) == [0, 1]
 
 
+@pytest.mark.slow
 def test_leaked_memory_does_not_affect_other_completions(orders):
     """Not by another task, whose checker takes the want of memory for a wrong answer; nor by the next completion."""
     assert worth(orders("leak 600")) == [1]
@@ -212,9 +248,8 @@ def test_leaked_memory_does_not_affect_other_completions(orders):
     assert worth(orders("pid")) != [pid]
 
 
-@needs_files
-def test_a_process_of_a_checker_inherits_no_pipe(orders):
-    assert worth(orders("inherited")) == [0]
+def test_a_process_of_a_checker_inherits_no_pipe(with_rights):
+    assert worth(with_rights("inherited")) == [0]
 
 
 def test_the_child_ignores_an_interrupt_from_the_terminal(orders):
@@ -223,9 +258,8 @@ def test_the_child_ignores_an_interrupt_from_the_terminal(orders):
     assert worth(orders("pid")) == [pid]
 
 
-@needs_files
-def test_another_end_of_the_child_is_tried_again(orders):
-    assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
+def test_another_end_of_the_child_is_tried_again(with_rights):
+    assert worth(with_rights("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
 
 
 @pytest.mark.slow
@@ -235,34 +269,40 @@ def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
     assert worth(orders("loop", "a")) == [0, 1]
 
 
-@needs_files
-def test_printed_text_is_never_a_score(orders):
+def test_printed_text_is_never_a_score(with_rights):
     forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
-    assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
+    assert worth(with_rights("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
+
+
+def test_completions_that_cannot_be_scored_get_zeros_and_each_kind_one_report(orders):
+    """Their neighbors keep their scores; metrics count the number "error"."""
+    reports = {
+        "raise \n\x1b[2J": r"KeyError: .* \(test_scorer.py:",
+        "give nan": "ValueError: score returned reward = nan; return finite numbers",
+        "give text": "TypeError: score returned str; return a dict of at most 63 numbers",
+    }
+    for order in reports:
+        found = orders("a", order, "bc", order)
+        assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
+        assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
+        assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
+        orders(order)
+    for line, report in zip(REPORTED, reports.values(), strict=True):
+        assert re.match(f"environment orders could not score a completion of train task 7: {report}", line)
+        assert line.isprintable() and "(rl.score_errors; metric" in line and "rollout/score_error_frac" in line
 
 
 @pytest.mark.parametrize(
-    ("order", "report"),
+    ("scores", "report"),
     [
-        ("raise this", "KeyError: 'this' (test_scorer.py:"),
-        ("raise \n\x1b[2J", "KeyError: "),
-        ("give nan", "ValueError: score returned reward = nan; return finite numbers"),
-        ("give text", "TypeError: score returned str; return a dict of at most 63 numbers"),
-        ("give nothing", "TypeError: score returned the names [] without 'reward'; add the reward"),
-        ("give word", "ValueError: score returned reward = 'x'; return finite numbers"),
-        ("give list", "ValueError: score returned reward = [1.0]; return finite numbers"),
+        ({}, r"score returned the names \[\] without 'reward'; add the reward"),
+        ({"reward": "x"}, "score returned reward = 'x'; return finite numbers"),
+        ({"reward": [1.0]}, r"score returned reward = \[1.0\]; return finite numbers"),
     ],
 )
-def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, report):
-    """Its neighbors keep their scores; metrics count the number "error"."""
-    found = orders("a", order, "bc", order)
-    assert worth(found) == [1, 0, 1, 0] and all(one.in_time for one in found)
-    assert found[1].scores == found[3].scores == {"reward": 0, "index": 0, "length": 0, "error": 1}
-    assert found[0].scores == {"reward": 1, "index": 7, "length": 1}
-    orders(order)
-    (line,) = REPORTED
-    assert line.startswith(f"environment orders could not score a completion of train task 7: {report}")
-    assert line.isprintable() and "(rl.score_errors; metric" in line and "rollout/score_error_frac" in line
+def test_scores_that_are_no_numbers_are_refused(scores, report):
+    with pytest.raises((TypeError, ValueError), match=report):
+        scorer.numbers(scores)
 
 
 def test_numbers_of_any_kind_are_numbers(orders):
@@ -400,15 +440,14 @@ def test_a_taken_over_checker_reaches_nothing(orders, monkeypatch, tmp_path, uid
     assert "PermissionError" in "".join(REPORTED)
 
 
-@needs_files
-def test_without_a_sandbox_the_attacks_work(orders, monkeypatch, tmp_path):
+def test_without_a_sandbox_the_attacks_work(with_rights, monkeypatch, tmp_path):
     """They are real: the sandbox stops them above."""
     monkeypatch.setenv("TEST_API_KEY", "secret")
     (tmp_path / "weights.key").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as tcp:
         values = {"dir": tmp_path, "port": tcp.getsockname()[1], "pid": os.getpid()}
         names = ("key", "list", "tcp", "udp", "write", "chmod", "signal", "environ", "program", "secret")
-        assert worth(orders(*["run " + HOSTILE[name].format(**values) for name in names])) == [1] * len(names)
+        assert worth(with_rights(*["run " + HOSTILE[name].format(**values) for name in names])) == [1] * len(names)
 
 
 def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
@@ -427,7 +466,11 @@ def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("while True: pass", "a first try on empty input takes more than 20 s of CPU time; fix"),
+        pytest.param(
+            "while True: pass",
+            "a first try on empty input takes more than 20 s of CPU time; fix",
+            marks=pytest.mark.slow,
+        ),
         ("time.sleep(99)", "a first try on empty input takes more than 60 s; fix"),
         ("sys.exit(3)", r"scoring an empty completion: SystemExit: 3 \(\w+.py:4\); fix"),
         ("os.kill(os.getpid(), 9)", "its process ended with status -9; fix"),
