@@ -34,29 +34,12 @@ def start(home, *args, **variables):
     return json.loads(result.stdout)
 
 
-def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypatch):
+def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path):
+    """Also if a killed process left them half written. jax writes the time of the last use after a program, and no program over another."""
     value, first, folder, _, max_bytes = start(tmp_path)
     assert max_bytes == programs.MAX_BYTES  # no limit would fill the disk
     assert value == 7 and first.startswith("compiled ") and "read" not in first
     assert folder.startswith(f"{tmp_path}/.cache/intellax/compiled/") and os.stat(folder).st_mode & 0o77 == 0
-    value, second, *_ = start(tmp_path)
-    assert (
-        value == 7
-        and second.startswith("compiled 0 programs in 0.")
-        and ", and read " in second
-        and f" from {folder}; the most MiB per device: jit_" in second
-    )
-    off = start(tmp_path, "")
-    assert "read" not in off[1] and off[3] == "False"
-    (tmp_path / "file").write_text("")
-    assert start(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))[3] == "False"  # nowhere to keep them
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert str(programs.user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
-
-
-def test_a_program_that_a_killed_process_left_half_written_is_compiled_and_kept_again(tmp_path):
-    """jax writes the time of the last use after a program, and no program over another."""
-    folder = start(tmp_path)[2]
     stored = {path: path.read_bytes() for path in pathlib.Path(folder).glob("*-cache")}
     for number, (path, data) in enumerate(stored.items()):
         path.write_bytes(data[:-1])
@@ -67,7 +50,26 @@ def test_a_program_that_a_killed_process_left_half_written_is_compiled_and_kept_
     assert all(path.exists() for path in stored)
     assert "read" not in start(tmp_path)[1]
     assert all(len(path.read_bytes()) >= len(data) for path, data in stored.items())
-    assert start(tmp_path)[1].startswith("compiled 0 programs")
+    value, third, *_ = start(tmp_path)
+    assert value == 7 and third.startswith("compiled 0 programs in 0.")
+    assert ", and read " in third and f" from {folder}; the most MiB per device: jit_" in third
+    off = start(tmp_path, "")
+    assert "read" not in off[1] and off[3] == "False"
+
+
+def test_programs_go_to_the_users_folder_or_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert str(programs.user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "True")  # to be restored
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        programs.enable_cache()
+        assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "False"
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
 
 
 def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):

@@ -10,7 +10,7 @@ from sharding.system import child_process
 from sharding.system.logs import run_logs
 from tests.support import proxy
 
-COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
+COMMAND = ["tests.support.failing_role", "nonsense"]
 
 
 def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reported(tmp_path):
@@ -27,7 +27,7 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
     lines = [run_logs.LINE.fullmatch(line) for line in text.splitlines()]
     times = [datetime.datetime.fromisoformat(line["time"]) for line in lines]
     assert times == sorted(times) and times[0] >= begun - datetime.timedelta(milliseconds=1)
-    header = "==== start: python -m rl.worker --orchestrator nonsense"
+    header = "==== start: python -m tests.support.failing_role nonsense"
     assert [line["text"].startswith("error: ") for line in lines] == [False, True, False, True]
     assert [line["text"] for line in lines[::2]] == [header] * 2
     assert [line["level"] for line in lines] == ["INFO", "ERROR"] * 2
@@ -54,8 +54,6 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
 
 def test_a_child_that_is_stopped_is_not_reported(tmp_path):
     deaths = []
-    with child_process.ChildProcess(
-        "worker0", [*COMMAND[:2], "http://127.0.0.1:9"], run_logs.Folder(tmp_path), deaths.append
-    ) as child:
+    with child_process.ChildProcess("worker0", [COMMAND[0], "wait"], run_logs.Folder(tmp_path), deaths.append) as child:
         pass
     assert child.process.returncode is not None and not deaths
