@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 import types
 
@@ -48,6 +49,9 @@ def pytest_configure(config):
     """
     if not config.option.markexpr and jax.__version_info__ < (0, 12):
         os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    # A shell ignores Ctrl-C for the commands that it starts in the background, which commands of the tests would inherit.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -241,7 +241,7 @@ def check(workdir, num_kills, taken):
     print(f"{num_kills} kills: {history.num_resumes} starts, {len(history.batches)} batches, {num_again} groups again")
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_of_a_run_lose_nothing_acknowledged_and_train_on_nothing_twice(tmp_path, num_kills):
     config = quickstart.get_config()
     config.update_from_flattened_dict(tiny_run.TINY | OVERRIDES)

@@ -79,6 +79,7 @@ def errors(server, params, model):
     return np.concatenate(found)
 
 
+@pytest.mark.slow  # fast on a small model: tests/rl/learning/learner/test_lora.py, tests/inference/server/test_adapters.py
 @pytest.mark.real
 def test_a_bfloat16_base_learns_as_a_float32_one_and_versions_are_small(tmp_path):
     losses = {}

@@ -94,7 +94,7 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
         assert arguments is not wrong or "(did you mean --config.rl.num_steps?)" in lines[0]
 
 
-@pytest.mark.parametrize("after_s", [0.0, 1.0])
+@pytest.mark.parametrize("after_s", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_ctrl_c_during_the_imports_ends_a_command(tmp_path, after_s):
     """It printed a traceback, or an extension module hid it, and the run went on."""
     text = f"import os, signal, threading\nthreading.Timer({after_s}, os.kill, [os.getpid(), signal.SIGINT]).start()\n"

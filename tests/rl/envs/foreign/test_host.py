@@ -120,12 +120,12 @@ def test_a_replay_against_the_tape_is_equal(package):
         ("exit", True, "status 3"),
         ("nan", True, "reward"),
         ("flood", True, "more than 2097152 bytes"),
-        ("spin", False, "status -24"),
+        pytest.param("spin", False, "status -24", marks=pytest.mark.slow),
         ("wait", False, "no request"),
     ],
 )
 def test_a_failed_episode_gets_zeros_and_the_reason(package, monkeypatch, fault, in_time, error):
-    monkeypatch.setattr(host_lib, "IDLE_S", 2.0 if fault == "wait" else host_lib.IDLE_S)
+    monkeypatch.setattr(host_lib, "IDLE_S", 1.0 if fault == "wait" else host_lib.IDLE_S)
     settings = {"limit_s": 1} if fault == "spin" else {}
     [found] = play(package, [session(0)], options={"fault": fault}, **settings)
     assert (found.scores, found.in_time) == (native_host.FAILED, in_time)

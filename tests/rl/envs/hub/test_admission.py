@@ -19,7 +19,7 @@ from tests.support import commands
 FILE = pathlib.Path(__file__).parents[3] / "fixtures" / "environments" / "broken_environments.py"
 CASES = {function.__name__: check_id for function, check_id in runpy.run_path(str(FILE))["CASES"].items()}
 SIZES = {"tasks": 24, "scored": 4, "episodes": 2, "memory_s": 0.3, "timeout_s": 120.0}
-FAST = ("shared_counter", "asks_the_network")
+FAST = ("shared_counter",)
 
 
 def cases():

@@ -203,7 +203,8 @@ def reward(completion, row):
         assert [("could not score a completion" in line) for line in lines] == [True] * (SCORES[score] is None)
 
 
-SLOW = ("options of a class", "data", "one task", "options of any name", "equal prompts", "slow", "lazy modules")
+SLOW = ("options of a class", "no turns", "system", "data", "one task", "options of any name", "equal prompts", "slow")
+SLOW += ("lazy modules",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in REHEARSALS])

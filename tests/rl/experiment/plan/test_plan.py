@@ -514,7 +514,7 @@ def test_the_batch_is_that_of_full_length_rollouts():
     ("scan_layers", "num_pages", "watched"),
     [
         (True, 0, ((2, 8, 1, 64, 32), (8, 1, 64, 32))),
-        (False, 0, ((8, 1, 64, 32),)),
+        pytest.param(False, 0, ((8, 1, 64, 32),), marks=pytest.mark.slow),
         (True, 16, ((1, 2, 16, 64, 64), (1, 16, 64, 64), (1, 32, 64, 64))),  # a key and its value
     ],
 )

@@ -780,7 +780,7 @@ def test_bucket(tmp_path, rng):
         broadcast.publish(params, 3, root)
 
 
-@pytest.mark.parametrize("snapshot_every", [1, 3])
+@pytest.mark.parametrize("snapshot_every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot_every, capsys):
     """Each version is whole for a reader that joins, and has the digest of one that was written whole."""
     key = ed25519.Ed25519PrivateKey.generate()
