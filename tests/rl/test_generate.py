@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -26,7 +25,7 @@ from rl.learning.data import sources
 from rl.protocol import task_schedule
 from rl.trust.validator import calibrate
 from rl.trust.verification import evidence_log, run_bands, verifier
-from tests.support import groups, serving, tiny_run
+from tests.support import commands, groups, serving, tiny_run
 
 TASK = environment.Task("reverse_text", 0, "train", (), "")
 NUM_PROMPTS, KILLS = 60, 20
@@ -178,13 +177,6 @@ def test_responses_with_the_score_that_is_asked_for_are_data_for_a_fine_tuning(t
 
 
 def test_mistakes_are_named(tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "rl.generate",
-        "--config=configs/quickstart.py",
-        f"--workdir={tmp_path / 'd'}",
-        "--server=nowhere",
-    ]
-    done = subprocess.run([*argv, "--num_prompts=1"], cwd=tiny_run.ROOT, capture_output=True, text=True)
+    argv = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'd'}", "--server=nowhere", "--num_prompts=1"]
+    done = commands.forked("rl.generate", *argv)
     assert done.returncode == 1 and "--server=nowhere is not a URL" in done.stderr
