@@ -104,8 +104,12 @@ def plain_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
     return -(logp_BT * mask_BT).sum() / denom, {}
 
 
-def test_few_frames_from_the_command_to_the_loss(run_main):
-    """Frames of this checkout between `main` and a user's loss; those of jax, absl and the standard library do not count."""
+def test_few_frames_from_the_command_to_the_loss(run_main, tmp_path, monkeypatch):
+    """Frames of this checkout between `main` and a user's loss; those of jax, absl and the standard library do not count.
+
+    The run ends with its report although its evaluations were given up.
+    """
+    monkeypatch.setattr(Rollouts, "evaluate", lambda *args: [])  # after evaluation.hold_s
     stacks = []
 
     def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
@@ -118,6 +122,7 @@ def test_few_frames_from_the_command_to_the_loss(run_main):
     print("\n".join(" -> ".join(names) for names in stacks))
     assert ["main", "train", "train_step", "gradients", "add", "loss", "own_loss"] in stacks
     assert max(map(len, stacks)) <= 7
+    assert (tmp_path / "w" / "report.html").exists() and not (tmp_path / "w" / "evaluations.json").exists()
 
 
 def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
@@ -128,15 +133,37 @@ def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
     assert jax.config.jax_transfer_guard is None
 
 
-def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scored_again(run_main, tmp_path):
-    """Step 1 trains no token, so step 2 takes the first rate of the warm-up."""
-    assert run_main(plain_loss) == [0, 2]
+def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_path, monkeypatch):
+    """The results of the first version come after the last step, and count for its checkpoint. A finished run is not scored again."""
+    (next_batch, evaluate), steps, go_on = (Rollouts.next_batch, Rollouts.evaluate), [], threading.Event()
+
+    def seen_batch(self, step):
+        steps.append((step, written()))
+        return next_batch(self, step)
+
+    def written():
+        path = tmp_path / "w" / "evaluations.json"
+        return [entry["step"] for entry in json.loads(path.read_text())] if path.exists() else []
+
+    def publish(self, policy):
+        if policy.version == 2:
+            go_on.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rollouts, "next_batch", seen_batch)
+        patch.setattr(Rollouts, "publish", publish)
+        patch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
+        assert sorted(run_main(plain_loss)) == [0, 2]
+    assert steps == [(1, []), (2, [])] and written() == [0, 2]
     config, lines = quickstart.get_config().optimizer, metrics.read(tmp_path / "w" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["phase"] == "evaluation"] == [0, 2]
     assert config.warmup_steps > 1
     rates = [line["optimizer/learning_rate"] for line in lines if line["phase"] == "rl"]
+    # Step 1 trains no token, so step 2 takes the first rate of the warm-up.
     assert rates == pytest.approx([config.learning_rate / config.warmup_steps] * 2)
+    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2  # the latest of equals
     (tmp_path / "w" / "checkpoints" / "best.json").unlink()  # as if killed after evaluations.json was written
-    assert run_main(plain_loss) == [0, 2]
+    assert sorted(run_main(plain_loss)) == [0, 2]
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
 
 
@@ -184,37 +211,7 @@ def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_
     assert f"--watch sees no later state of {url}, the working directory of a run" in capfd.readouterr().err
 
 
-def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_path, monkeypatch):
-    """The results of the first version come after the last step, and count for its checkpoint."""
-    (next_batch, evaluate), steps, go_on = (Rollouts.next_batch, Rollouts.evaluate), [], threading.Event()
-
-    def seen_batch(self, step):
-        steps.append((step, written()))
-        if step == 2:
-            threading.Timer(1.0, go_on.set).start()
-        return next_batch(self, step)
-
-    def written():
-        path = tmp_path / "w" / "evaluations.json"
-        return [entry["step"] for entry in json.loads(path.read_text())] if path.exists() else []
-
-    monkeypatch.setattr(Rollouts, "next_batch", seen_batch)
-    monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
-    assert sorted(run_main(plain_loss)) == [0, 2]
-    assert steps == [(1, []), (2, [])] and written() == [0, 2]
-    assert [
-        line["step"] for line in metrics.read(tmp_path / "w" / "metrics.jsonl") if line["phase"] == "evaluation"
-    ] == [0, 2]
-    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2  # the latest of equals
-
-
-def test_a_run_whose_evaluations_were_given_up_ends_with_its_report(run_main, tmp_path, monkeypatch):
-    monkeypatch.setattr(Rollouts, "evaluate", lambda *args: [])  # after evaluation.hold_s
-    run_main(plain_loss)
-    assert (tmp_path / "w" / "report.html").exists() and not (tmp_path / "w" / "evaluations.json").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_notice_in_the_last_step_ends_the_run_before_its_evaluation(number, run_main, tmp_path, monkeypatch):
     go_on, evaluate = threading.Event(), Rollouts.evaluate
     monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
