@@ -12,7 +12,6 @@ import pytest
 
 from models import hf
 from models.text import tokenizer
-from rl.experiment import experiment
 from sharding.weights import broadcast
 from tests.models.hf import test_variants
 from tests.rl.learning.batch import test_conversations
@@ -53,22 +52,6 @@ def checkpoint(path):
     model, ours = tiny.model(max_positions=256), tokenizer.byte_chatml()
     hf.save(path, model, tiny.params(model, 0), write_more=ours.save)
     return path
-
-
-def test_a_folder_trains_after_its_baseline(folder, tmp_path):
-    """Its score stands before the first step, and the sizes that follow from the memory are those of config.json."""
-    done = run("rl.train", folder, f"--workdir={tmp_path / 'w'}")
-    assert done.returncode == 0, done.stderr
-    chosen = ", ".join(re.findall(r"^chosen for .*: (.*)", done.stdout, re.MULTILINE))
-    saved = json.loads((tmp_path / "w" / "config.json").read_text())["config"]
-    for name, value in (part.split(" = ") for part in chosen.split(", ")):
-        assert str(experiment.flat(saved)[name]) == value
-    assert saved["tokenizer"] == str(folder) and saved["model"]["num_layers"] == 2 and saved["model"]["model_dim"] == 32
-    baseline, first = (
-        done.stdout.index("held-out, baseline: avg@1"),
-        re.search(r"^rl +step +1/1 ", done.stdout, re.MULTILINE).start(),
-    )
-    assert baseline < first and "held-out, version 1: avg@1" in done.stdout
 
 
 @pytest.mark.slow

@@ -1,30 +1,45 @@
-"""Whole runs of a mix of environments, as commands: batches, metrics, and scores of each, an audit, and learning."""
+"""Whole runs of a mix of environments on a folder, as commands: batches, metrics, and scores of each, an audit, and learning."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from inference.proofs import toploc
+from rl.experiment import experiment
 from rl.trust import audit
-from tests.support import commands, tiny_run
+from rl.trust.verification import measurement, run_bands, sequential_test
+from tests.rl import test_finetune
+from tests.support import commands, doubles, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
-OWN = ("env.", "rl.samples_per_prompt", "rl.prompts_per_step")
-TINY = {name: value for name, value in tiny_run.TINY.items() if not name.startswith(OWN)} | {
-    "rl.prompts_per_step": 3,
-    "rl.num_steps": 4,
-    "envs.letters.samples_per_prompt": 4,
-    "envs.digits.samples_per_prompt": 6,
-    "envs.letters.options.reward": "lcs",  # an untrained model scores 0 on "exact", and no advantage means no gradient
-    "envs.digits.options.reward": "lcs",
+FIELDS = {
+    **{
+        "rl.num_steps": 2,
+        "rl.prompts_per_step": 3,
+        "evaluation.num_tasks": 4,
+        "lora.rank": 2,
+        "sampling.max_tokens": 12,
+    },
+    **{
+        "inference.max_model_len": 128,
+        "inference.prefill_batch": 4,
+        "model.dtype": "float32",
+        "model.param_dtype": "float32",
+    },
+    **{"envs.letters.name": "reverse_text", "envs.letters.ratio": 2.0, "envs.letters.samples_per_prompt": 4},
+    **{"envs.digits.name": "reverse_text", "envs.digits.ratio": 1.0, "envs.digits.samples_per_prompt": 6},
+    # An untrained model scores 0 on "exact", and no advantage means no gradient.
+    **{"envs.letters.options.reward": "lcs", "envs.digits.options.reward": "lcs"},
+    **{"envs.digits.options.alphabet": "hgfedcba", "trust.invited_rate": 1.0},
 }
 
 
-def run(workdir, config="examples/mix.py", fields=TINY, **changes):
-    changed = {name.replace("__", "."): value for name, value in changes.items()}
-    flags = [f"--config.{name}={value}" for name, value in (fields | changed).items()]
-    command = [sys.executable, "-m", "rl.train", f"--config={config}", f"--workdir={workdir}", *flags]
+def run(workdir, *options):
+    command = [sys.executable, "-m", "rl.train", f"--workdir={workdir}", *options]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stderr
     return result
@@ -32,8 +47,38 @@ def run(workdir, config="examples/mix.py", fields=TINY, **changes):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("mix") / "w"
-    return workdir, run(workdir)
+    """A run of configs/finetune.py on a folder of Hugging Face's, under bands that no rollout keeps: a thousandth of the rounding of float32."""
+    base = tmp_path_factory.mktemp("mix")
+    ties = dict(tie_span=1e-4, ties=(1e-3,) * sequential_test.TIE_WIDTHS)
+    bands = dataclasses.replace(
+        measurement.FLOORS, **ties, margin=1e-12, logprob=1e-12, scatter=1e-12, bias=1e-12, spread=1e-12, alone=1e3
+    )
+    tolerance = dataclasses.replace(doubles.FLOAT32, proofs=toploc.LOOSEST)
+    run_bands.save(base / "bands.json", tolerance, bands, {})
+    fields = FIELDS | {"init_from": test_finetune.checkpoint(base / "checkpoint"), "trust.bands": base / "bands.json"}
+    options = [f"--config.{name}={value}" for name, value in fields.items()]
+    return base / "w", run(base / "w", "--config=configs/finetune.py", *options)
+
+
+def test_a_folder_trains_after_its_baseline(finished):
+    """Its score stands before the first step, and the sizes that follow from the memory are those of config.json."""
+    workdir, done = finished
+    chosen = ", ".join(re.findall(r"^chosen for .*: (.*)", done.stdout, re.MULTILINE))
+    saved = json.loads((workdir / "config.json").read_text())["config"]
+    for name, value in (part.split(" = ") for part in chosen.split(", ")):
+        assert str(experiment.flat(saved)[name]) == value
+    assert saved["tokenizer"] == str(workdir.parent / "checkpoint")
+    assert saved["model"]["num_layers"] == 2 and saved["model"]["model_dim"] == 32
+    first = re.search(r"^rl +step +1/2 ", done.stdout, re.MULTILINE).start()
+    assert done.stdout.index("held-out, baseline: avg@1") < first and "held-out, version 2: avg@1" in done.stdout
+
+
+def test_own_workers_accused_by_statistics_end_no_run(finished):
+    """The first replayed groups raise the flag, which bans no worker."""
+    workdir, done = finished
+    assert len(tiny_run.lines(workdir)) == 2
+    assert done.stdout.count("differ from their replay more than honest ones did") == 1
+    assert "this bans no worker" in done.stdout and "are banned" not in done.stdout + done.stderr
 
 
 def test_each_batch_has_the_ratios_and_the_metrics_of_each_environment(finished):
@@ -65,7 +110,7 @@ def test_the_environments_of_a_config_are_shown(capsys):
 @pytest.mark.slow
 def test_both_environments_of_a_mix_are_learned(tmp_path):
     """The held-out scores of both rise from copying, below 0.4, to reversing."""
-    run(tmp_path / "w", fields={})
+    run(tmp_path / "w", "--config=examples/mix.py")
     scores = [one["scores"] for one in json.loads((tmp_path / "w" / "evaluations.json").read_text())]
     for env in ("letters", "digits"):
         assert scores[0][f"{env}/avg@1"] < 0.4 and scores[-1][f"{env}/avg@1"] > 0.8, (env, scores)
