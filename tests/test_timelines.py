@@ -137,7 +137,7 @@ def relays(root, folder, depth, delay_s, key=TRUSTED):
         yield url
 
 
-@pytest.mark.parametrize("key", [TRUSTED, None])
+@pytest.mark.parametrize("key", [TRUSTED, pytest.param(None, marks=pytest.mark.slow)])
 def test_numbers_that_a_resume_publishes_again_bring_its_weights(tmp_path, key):
     """Finding D1: a server below two relays asked for a number right after a resume had published it again."""
     root, late = tmp_path / "weights", head.HeadVerifier(TRUSTED)
@@ -221,7 +221,7 @@ CASES = [(depth, delay_s, lag) for depth in (1, 2) for delay_s in (0.0, 0.3, 2.0
 SLOW = [pytest.param(*case, 5, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("depth", "delay_s", "lag", "num_kills"), [(2, 0.0, 1, 3), *SLOW])
+@pytest.mark.parametrize(("depth", "delay_s", "lag", "num_kills"), [(2, 0.0, 1, 2), *SLOW])
 def test_no_pull_gives_weights_that_were_not_published_under_their_name(
     tmp_path, monkeypatch, depth, delay_s, lag, num_kills
 ):
