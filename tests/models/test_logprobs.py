@@ -13,7 +13,7 @@ import pytest
 from models import logprobs, transformer
 from sharding.mesh import mesh as mesh_lib
 from sharding.mesh import rules
-from tests.support import tiny
+from tests.support import cases, tiny
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 TIED = tiny.model(model_dim=16)
@@ -121,14 +121,18 @@ def test_values_and_gradients_equal_the_full_softmax(config, predictors_BT, opti
     check(got, config, params, expected, **own)
 
 
+SPLIT = {"fsdp": 2, "context": 2, "tensor": 2}, UNTIED
+MESHES = [
+    ({"fsdp": 8}, UNTIED),
+    SPLIT,
+    ({"data": 2, "expert": 2, "tensor": 2}, TIED),
+    ({"context": 4, "tensor": 2}, TIED),
+]
+
+
 @pytest.mark.parametrize(
     ("axes", "config"),
-    [
-        ({"fsdp": 8}, UNTIED),
-        ({"fsdp": 2, "context": 2, "tensor": 2}, UNTIED),
-        ({"data": 2, "expert": 2, "tensor": 2}, TIED),
-        ({"context": 4, "tensor": 2}, TIED),
-    ],
+    cases.slow_but(MESHES, SPLIT),
     ids=["fsdp8", "fsdp2_context2_tensor2", "data2_expert2_tensor2", "context4_tensor2"],
 )
 def test_a_mesh_changes_nothing(axes, config):

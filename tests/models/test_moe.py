@@ -17,7 +17,7 @@ from models import moe, moe_experts, transformer
 from rl.experiment.plan import hlo
 from sharding.mesh import mesh as mesh_lib
 from sharding.mesh import rules
-from tests.support import tiny
+from tests.support import cases, tiny
 
 B, T, D, E, F = 4, 6, 16, 8, 12
 BASE = tiny.model(model_dim=D, num_experts=E, experts_per_token=3, expert_ffn_dim=F, num_layers=1)
@@ -56,6 +56,9 @@ def run(x_BTD, params, config, cotangent_BTD, experts_BTX=None, valid_BT=None):
     return out_BTD, grads, routing
 
 
+route = jax.jit(moe.route, static_argnums=2)
+
+
 # ---- routers ---------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +95,7 @@ def test_routing_is_float32_under_bfloat16_activations():
     router[0] = 1.0
     router[0, 5] = 1.0 + 2**-9
     x_BTD = jnp.ones((1, 1, D), jnp.bfloat16)
-    assert moe.route(x_BTD, {"router": router}, config).experts[0, 0, 0] == 5
+    assert route(x_BTD, {"router": router}, config).experts[0, 0, 0] == 5
 
 
 def test_the_correction_acts_on_the_choice_and_has_no_gradient():
@@ -108,6 +111,7 @@ def test_the_correction_acts_on_the_choice_and_has_no_gradient():
 # ---- undefined rows --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [SHARED, GPT_OSS], ids=["shared", "gpt_oss"])
 def test_rows_past_the_groups_may_hold_anything(config, monkeypatch):
     """With experts on several devices a device's groups end before its rows do; what comes out there is undefined.
@@ -164,7 +168,7 @@ def same_on_mesh(sizes, config, want=None):
 SPLITS = [{"expert": 4, "fsdp": 2}, {"expert": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2, "context": 2}]
 
 
-@pytest.mark.parametrize("sizes", [*SPLITS, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", cases.slow_but([*SPLITS, {"fsdp": 4, "tensor": 2}], SPLITS[1]), ids=str)
 def test_eight_devices_equal_one(sizes):
     same_on_mesh(sizes, BASE, lambda x_BTD, cotangent: run_dense(x_BTD, params_of(BASE), BASE, cotangent))
 
@@ -184,15 +188,18 @@ def travel(monkeypatch):
     monkeypatch.setattr(moe_experts, "TILE", 8)
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("one", marks=pytest.mark.slow), "several"])
-@pytest.mark.parametrize("name", TRAVELS)
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    cases.slow_but([(n, rounds) for n in TRAVELS for rounds in ("one", "several")], ("experts_over_tensor", "several")),
+)
 def test_assignments_that_travel_equal_one_device(name, rounds, travel, monkeypatch):
     """In one round, and in rounds of 8 rows that cut through the rows of sources and experts."""
     monkeypatch.setattr(moe_experts, "SLACK", {"one": 4.0, "several": 0.1}[rounds])
     assert "all-to-all" in same_on_mesh(*TRAVELS[name])
 
 
-@pytest.mark.parametrize("name", ["one_device", pytest.param("fsdp", marks=pytest.mark.slow), "expert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one_device", "fsdp", "expert"])
 def test_a_part_of_the_tokens_at_a_time_changes_nothing(name, travel, monkeypatch):
     """At most 15 assignments (5 tokens) at a time: 12 parts of 4 tokens, or 2 of a device's 6."""
     whole = run(draw(8, T, D), params_of(GPT_OSS), GPT_OSS, draw(8, T, D, seed=2))[:2]
@@ -212,7 +219,9 @@ def test_a_prime_number_of_tokens_is_padded_to_few_parts(monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-4), got, whole)
 
 
-@pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
+@pytest.mark.parametrize(
+    "gathered", cases.slow_but([0, moe_experts.GATHERED], moe_experts.GATHERED), ids=["travel", "gathered"]
+)
 def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
     """All 192 assignments go to one device, which holds rows for 1.25 x 24 at a time: none is dropped."""
     config = dataclasses.replace(BASE, experts_per_token=1)
@@ -248,6 +257,7 @@ def test_kernels_equal_ragged_dot(kernel_of):
     rows, kernel, cotangent = draw(150, 32), draw(4, 32, 48, seed=2), draw(150, 48, seed=3)
     inside = np.arange(150) < sizes.sum()
 
+    @functools.partial(jax.jit, static_argnums=0)
     def run(which):
         config = dataclasses.replace(BASE, grouped_matmul=which)
         options = {"interpret": which != "ragged_dot"}
@@ -319,7 +329,7 @@ def test_the_margin_of_an_expert_whose_group_is_not_kept_is_that_of_the_groups()
     scores = np.array([0.9, 0.1, 0.5, 0.49])
     x_11D = np.log(scores / (1 - scores)).astype(np.float32)[None, None]
     for expert, margin in ((0, 0.0), (2, 0.01 * 4 / 2)):  # the router chooses 0
-        routing = moe.route(x_11D, {"router": np.eye(4, dtype=np.float32)}, config, experts_BTX=np.array([[[expert]]]))
+        routing = route(x_11D, {"router": np.eye(4, dtype=np.float32)}, config, experts_BTX=np.array([[[expert]]]))
         assert float(routing.margin[0, 0]) == pytest.approx(margin, abs=1e-6)
 
 
@@ -370,7 +380,7 @@ def test_replayed_experts_run_with_this_routers_weights_and_gradient():
 def test_load_statistics_count_real_tokens():
     config, x_BTD = ROUTERS["softmax"], draw(B, T, D)
     valid_BT = np.arange(T)[None] < np.array([6, 3, 1, 0])[:, None]
-    routing = jax.jit(moe.route, static_argnums=2)(x_BTD, params_of(config), config, valid_BT=valid_BT)
+    routing = route(x_BTD, params_of(config), config, valid_BT=valid_BT)
     load, score = np.zeros(E), np.zeros(E)
     for b, t in zip(*np.nonzero(valid_BT), strict=True):
         logits = x_BTD[b, t].astype(np.float64) @ params_of(config)["router"]
@@ -378,15 +388,15 @@ def test_load_statistics_count_real_tokens():
         load[np.asarray(routing.experts)[b, t]] += 1
     np.testing.assert_array_equal(routing.load, load)
     np.testing.assert_allclose(routing.score, score, rtol=1e-5)
-    layers = jax.tree.map(lambda x: jnp.stack([x, x * 0 + 1]), routing)  # the second layer: perfect balance
-    metrics = {name: float(x) for name, x in moe.load_metrics(layers.load).items()}
+    layers = jax.tree.map(lambda x: np.stack([x, np.ones_like(x)]), routing)  # the second layer: perfect balance
+    metrics = {name: float(x) for name, x in jax.jit(moe.load_metrics)(layers.load).items()}
     violation, share = load.max() / load.mean() - 1, load[load > 0] / load.sum()
     entropy = -(share * np.log(share)).sum() / math.log(E)
     assert math.isclose(metrics["moe/max_violation"], violation / 2, rel_tol=1e-5)
     assert math.isclose(metrics["moe/max_violation_worst_layer"], violation, rel_tol=1e-5)
     assert math.isclose(metrics["moe/load_entropy"], (entropy + 1) / 2, rel_tol=1e-5)
     balance = (E * (load / load.sum() * score / score.sum()).sum() + 1) / 2
-    assert math.isclose(float(moe.balance_loss(layers)), balance, rel_tol=1e-5)
+    assert math.isclose(float(jax.jit(moe.balance_loss)(layers)), balance, rel_tol=1e-5)
 
 
 def test_the_auxiliary_loss_pushes_the_router_towards_balance():
@@ -395,13 +405,14 @@ def test_the_auxiliary_loss_pushes_the_router_towards_balance():
     params = params_of(config) | {"router": params_of(config)["router"] + (np.arange(E) == 3) * np.float32(0.8)}
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(params):
         routing = moe.ffn(x_BTD, params, config)[1]
         return moe.balance_loss(jax.tree.map(lambda x: x[None], routing)), routing
 
-    (before, routing), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    (before, routing), grads = loss(params)
     assert routing.load.argmax() == 3 and before > 1
-    after, moved = loss(params | {"router": params["router"] - 0.5 * grads["router"]})
+    (after, moved), _ = loss(params | {"router": params["router"] - 0.5 * grads["router"]})
     assert moved.score[3] < routing.score[3] and after < before
     assert all((np.asarray(grads[name]) == 0).all() for name in ("gate", "up", "down"))
 

@@ -16,7 +16,7 @@ from models import transformer
 from rl.experiment.plan import hlo
 from sharding.mesh import mesh as mesh_lib
 from sharding.mesh import rules
-from tests.support import tiny
+from tests.support import cases, tiny
 
 DENSE = tiny.model(vocab_size=48, head_dim=16, ffn_dim=40)
 MIXED = dataclasses.replace(DENSE, num_experts=4, experts_per_token=2, expert_ffn_dim=24, first_dense_layers=1)
@@ -146,9 +146,10 @@ def test_adding_a_layer_changes_no_other_parameter():
         np.testing.assert_array_equal(x, large[path], err_msg=str(path))
 
 
-@pytest.mark.parametrize(
-    "config", [DENSE, MIXED, dataclasses.replace(DENSE, num_layers=5, window=8, layer_pattern="SSF")]
-)
+WINDOWS = dataclasses.replace(DENSE, num_layers=5, window=8, layer_pattern="SSF")
+
+
+@pytest.mark.parametrize("config", cases.slow_but([DENSE, MIXED, WINDOWS], WINDOWS))
 def test_layers_are_stacked_and_taken_apart(config):
     """The random parameters of a layer are the same in a stack, so the two ways to store them have equal values."""
     models = [dataclasses.replace(config, scan_layers=is_scanned) for is_scanned in (False, True)]
@@ -169,9 +170,10 @@ def test_no_two_parameters_share_their_draw():
     assert len({transformer._path_hash([key.key for key in path]) for path in paths}) == len(paths) > 1000
 
 
-@pytest.mark.parametrize(
-    "axes", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}]
-)
+AXES = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}]
+
+
+@pytest.mark.parametrize("axes", cases.slow_but(AXES, AXES[2]))
 def test_rows_of_the_embedding_are_exchanged_instead_of_the_table(axes):
     """Values and gradients are those of one device. A table of fewer entries than a device has tokens is gathered."""
     for vocab_size in (4096, 8):

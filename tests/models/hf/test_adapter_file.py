@@ -71,6 +71,12 @@ def test_adapters_without_names_in_the_format_are_refused(tmp_path):
         adapter_file.save(tmp_path / "out", tiny.model(), adapted(tiny.model()), CONFIG, "base")
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def run(params, model, tokens_BT):
+    return transformer.logits(params, model, transformer.apply(params, model, tokens_BT)[0])
+
+
+@pytest.mark.usefixtures("compile_fast")
 @pytest.mark.parametrize(("name", "other"), [("linear", "rslora"), ("rslora", "linear")])
 def test_folders_of_peft_give_its_logits(name, other):
     """The oracle is PEFT in torch (tests/fixtures/peft). A place that a running request uses is given to no other adapter."""
@@ -80,8 +86,7 @@ def test_folders_of_peft_give_its_logits(name, other):
     read = served.read(name, str(folder / name))
     number, _ = served.load(name, "", read), served.load(other, "", served.read(other, str(folder / other)))
     for given, chosen in (("base", params), (name, served.choose(params, [number, adapter_set.NONE]))):
-        hidden, _ = transformer.apply(chosen, model, want["tokens"])
-        logits = np.asarray(transformer.logits(chosen, model, hidden))
+        logits = np.asarray(run(chosen, model, want["tokens"]))
         np.testing.assert_allclose(logits[1], want["base"][1], atol=2e-5 * np.abs(logits).max())
         np.testing.assert_allclose(logits[0], want[given][0], atol=2e-5 * np.abs(logits).max())
     served.unload(name)

@@ -28,7 +28,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding.mesh import host_memory, rules
 from sharding.mesh import mesh as mesh_lib
 from sharding.weights.format import gguf_header
-from tests.support import commands
+from tests.support import commands, tiny
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 KINDS = list(gguf_file._readable().values())
@@ -56,11 +56,7 @@ ARCHS = {"llama3": "llama"}
 
 def write_folder(path, case):
     config = hf_config.read(COMMON | CASES[case] | {"dtype": "float32"})
-    params = transformer.init(jax.random.key(0), config)
-    leaves, tree = jax.tree.flatten(params)
-    rng = np.random.default_rng(0)  # no parameter of 0 or 1, so that none can be forgotten
-    leaves = [leaf + rng.normal(0, 0.05, leaf.shape).astype(np.float32) for leaf in leaves]
-    hf.save(path, config, jax.tree.unflatten(tree, leaves))
+    hf.save(path, config, tiny.params(config, 0))  # no parameter of 0 or 1, so that none can be forgotten
     return config
 
 
@@ -147,7 +143,7 @@ def write_gguf(path, case, tensors, more=lambda writer: None):
 
 
 @functools.cache
-def tiny(folder):
+def shared_file(folder):
     """A GGUF file of the case "llama", in a folder that all tests share."""
     config = write_folder(folder / "folder", "llama")
     return write_gguf(folder / "tiny.gguf", "llama", as_llama_cpp(folder / "folder", config, "llama"), vocabulary)
@@ -155,7 +151,7 @@ def tiny(folder):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp("gguf"))
+    return shared_file(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.mark.parametrize("case", CASES)

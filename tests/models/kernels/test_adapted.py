@@ -1,5 +1,7 @@
 """Adapters next to each kind of base. Their gradients, and all families, are compared in tests/models/test_families.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,13 +41,17 @@ def model_with_adapters(model):
     return jax.tree.map(jnp.asarray, (tiny.params(model, 1), drawn))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def run(model, params):
+    tokens_BT = np.random.default_rng(0).integers(0, 272, (2, 12)).astype(np.int32)
+    return transformer.logits(params, model, transformer.apply(params, model, tokens_BT)[0])
+
+
 def logits(model, params):
-    tokens_BT = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
-    hidden_BTD, _ = jax.jit(transformer.apply, static_argnums=1)(params, model, tokens_BT)
-    return np.asarray(transformer.logits(params, model, hidden_BTD))
+    return np.asarray(run(model, params))
 
 
-def test_next_to_int8_and_to_transposed_matrices():
+def test_next_to_int8_matrices():
     """The same model as with plain matrices of the same numbers, experts included."""
     params, drawn = model_with_adapters(MIXED)
     specs = int8.specs(transformer.specs(MIXED))
@@ -53,10 +59,16 @@ def test_next_to_int8_and_to_transposed_matrices():
     is_leaf = lambda x: rules.is_spec(x) or int8.is_quantized(x)  # noqa: E731
     quantized = jax.tree.map(make, specs, params, is_leaf=is_leaf)
     meant = jax.tree.map(lambda x: int8.dense(x, jnp.float32), quantized, is_leaf=int8.is_quantized)
-    want, without = logits(MIXED, lora.attach(meant, drawn, CONFIG)), logits(MIXED, meant)
+    zeros = jax.tree.map(jnp.zeros_like, drawn)
+    want, without = (logits(MIXED, lora.attach(meant, adapters, CONFIG)) for adapters in (drawn, zeros))
     got = logits(MIXED, lora.attach(quantized, drawn, CONFIG))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())  # float32, another order
     assert np.abs(want - without).max() > 0.1
+
+
+@pytest.mark.slow  # fast tests compare a server, whose matrices are transposed (tests/inference/server/test_adapters.py)
+def test_next_to_transposed_matrices():
+    params, drawn = model_with_adapters(MIXED)
     attached = lora.attach(params, drawn, CONFIG)
     store = weights.Store(MIXED, mesh_lib.create({}, jax.devices()[:1]), lora=CONFIG)
     want = logits(MIXED, attached)

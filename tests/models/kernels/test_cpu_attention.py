@@ -1,5 +1,7 @@
 """The CPU's attention of packed rows against the softmax written out in float64, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from models import attention
 from models.kernels import cpu_attention
+from tests.support import cases
 
 
 def oracle(q, k, v, mask_BTT, scale, d_out):
@@ -55,10 +58,10 @@ def drawn_packing(rng, B, T):
 
 BLOCKS = [(T, None) for T in (1, 40, 160, 203)]  # one block, whole ones, and a last one that is shorter
 TILES = [(1, 0), (16, 5), (37, 0), (37, 5), (61, 5)]  # a part of a tile, a whole one, last ones filled up
-MORE = [pytest.param(*one, marks=pytest.mark.slow) for one in ((7, None), (81, None), (1, 5), (16, 0), (61, 0))]
+MORE = [(7, None), (81, None), (1, 5), (16, 0), (61, 0)]
 
 
-@pytest.mark.parametrize(("T", "window"), BLOCKS + TILES + MORE)
+@pytest.mark.parametrize(("T", "window"), cases.slow_but(BLOCKS + TILES + MORE, (203, None), (37, 0), (61, 5)))
 def test_values_and_gradients_are_those_of_the_softmax_written_out(T, window, monkeypatch):
     monkeypatch.setattr(cpu_attention, "TILE", 16)
     rng = np.random.default_rng(T)
@@ -103,7 +106,7 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
             return jnp.where(bad_T[None, :, None, None], 0.0, out).sum()
 
         spoiled = [jnp.where(bad_T[None, :, None, None], jnp.nan, x) for x in (q, k, v)]
-        value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*spoiled)
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*spoiled)
         assert np.isfinite(value)
         for gradient in gradients:
             # The first tile may be a prompt that the spoiled one reads.
@@ -113,21 +116,21 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
 # ---- a chunk of new tokens over cached keys --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("T", "how"),
-    [
-        (2, {}),
-        (21, {"window": 5, "sinks_H": np.linspace(-1, 2, 6, dtype=np.float32)}),
-        (32, {"window": 20, "scale": 0.3}),
-    ],
-)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_chunk_over_tiles_is_attention_and_reads_no_tile_after_it(T, how, dtype, monkeypatch):
+CHUNKS = {
+    2: {},
+    21: {"window": 5, "sinks_H": np.linspace(-1, 2, 6, dtype=np.float32)},
+    32: {"window": 20, "scale": 0.3},
+}
+KINDS = [(T, dtype) for T in CHUNKS for dtype in (jnp.float32, jnp.bfloat16)]
+
+
+@pytest.mark.parametrize(("T", "dtype"), cases.slow_but(KINDS, (21, jnp.float32), (32, jnp.bfloat16)))
+def test_a_chunk_over_tiles_is_attention_and_reads_no_tile_after_it(T, dtype, monkeypatch):
     """Two rows from other positions on; of the 75 keys, those past the last tile read are NaN. Row 0 alone has the same bits."""
-    rng, start_B = np.random.default_rng(T), np.array([3, 27], np.int32)
+    rng, start_B, how = np.random.default_rng(T), np.array([3, 27], np.int32), CHUNKS[T]
     q, k, v = (jnp.asarray(rng.normal(size=(2, *shape)), dtype) for shape in ((T, 6, 8), (2, 75, 8), (2, 75, 5)))
-    run = lambda *args: jax.jit(lambda *args: attention.attend_cached(*args, **how))(*args)  # noqa: E731
-    wanted = run(q, k, v, start_B)
+    plain, run = (jax.jit(functools.partial(attention.attend_cached, **how)) for _ in range(2))
+    wanted = plain(q, k, v, start_B)  # in one tile
     monkeypatch.setattr(cpu_attention, "TILE", 16)
     end = -(-(27 + T) // 16) * 16  # of the tiles that are read
     got = run(q, *(x.at[:, :, end:].set(jnp.nan) for x in (k, v)), start_B)
@@ -137,6 +140,6 @@ def test_a_chunk_over_tiles_is_attention_and_reads_no_tile_after_it(T, how, dtyp
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol, atol)
     np.testing.assert_array_equal(run(q[:1], k[:1], v[:1], start_B[:1]), got[:1])
     whole = run(q, k, v, np.array([3, 75 - T], np.int32))  # the last tile begins in the one before
-    monkeypatch.setattr(cpu_attention, "TILE", 75)
-    plain = run(q, k, v, np.array([3, 75 - T], np.int32))
-    np.testing.assert_allclose(np.float32(whole), np.float32(plain), rtol, atol)
+    np.testing.assert_allclose(
+        np.float32(whole), np.float32(plain(q, k, v, np.array([3, 75 - T], np.int32))), rtol, atol
+    )

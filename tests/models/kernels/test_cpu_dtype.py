@@ -39,6 +39,7 @@ def test_a_home_that_cannot_be_written_is_no_error(measured, monkeypatch):
     assert cpu_dtype.fastest()[0] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_real_products_take_time():
     assert all(0 < ms < 60_000 for ms in cpu_dtype._milliseconds("float32"))
 

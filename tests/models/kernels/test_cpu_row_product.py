@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from llvmlite import binding
 
 from models.kernels import cpu_row_product, cpu_transposed
+from tests.support import cases
 
 RNG = np.random.default_rng(5)
 SIZES = 2048, 1, 77  # output channels of three matrices
@@ -37,8 +38,12 @@ def matrices(kind, K):
     return [jnp.asarray(x, kind) for x in weights], [], numbers
 
 
-@pytest.mark.parametrize("kind", cpu_row_product.BYTES)
-@pytest.mark.parametrize("K, rows", [(64, 1), (576, 2), (1536, 1), (1536, 3), (192, 8)])
+SHAPES = [(64, 1), (576, 2), (1536, 1), (1536, 3), (192, 8)]
+PRODUCTS = [(*shape, kind) for shape in SHAPES for kind in cpu_row_product.BYTES]
+FAST = [(64, 1, "float32"), (576, 2, "bfloat16"), (1536, 1, "int8"), (1536, 3, "int4"), (192, 8, "bfloat16")]
+
+
+@pytest.mark.parametrize(("K", "rows", "kind"), cases.slow_but(PRODUCTS, *FAST, (64, 1, "int4"), (192, 8, "int8")))
 def test_it_is_the_product_of_numpy_in_float64(K, rows, kind):
     weights, factors, numbers = matrices(kind, K)
     x = RNG.integers(-127, 128, (rows, K))
@@ -61,8 +66,10 @@ def test_a_number_that_is_not_finite_stays_in_its_row_and_channel():
     assert not np.isfinite(got[1]).any()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("rows", [3, 9])
+INTEGERS = [(rows, quantization) for rows in (3, 9) for quantization in ("int8", "int4")]
+
+
+@pytest.mark.parametrize(("rows", "quantization"), cases.slow_but(INTEGERS, (3, "int8"), (9, "int4")))
 def test_a_row_that_is_not_finite_is_none_after_a_product_of_integers(rows, quantization):
     """Broken weights would show as finite logits. 3 rows are multiplied by LLVM's code, 9 by XLA."""
     made = cpu_transposed.transpose(jnp.asarray(RNG.standard_normal((576, 512)), "float32"), 1, quantization)
@@ -90,7 +97,7 @@ def test_many_threads_get_what_one_gets_in_loops_and_maps_too():
     np.testing.assert_array_equal(jax.vmap(product)(rows)[:, 0], expected)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", cases.slow_but(["none", "int8", "int4"], "int4"))
 def test_without_the_compiler_xla_multiplies(quantization, monkeypatch, caplog):
     """Products that are joined are those that are not, and integers give the same bits."""
     x = jnp.asarray(RNG.standard_normal((1, 3, 576)), "bfloat16")
@@ -98,19 +105,22 @@ def test_without_the_compiler_xla_multiplies(quantization, monkeypatch, caplog):
         cpu_transposed.transpose(jnp.asarray(RNG.standard_normal((576, N)), "bfloat16"), 1, quantization)
         for N in (768, 512)
     ]
-    program = jax.jit(lambda x, made: cpu_transposed.products(x, made, jnp.float32))
-    assert "intellax_rows" in program.lower(x, made).as_text()
-    got = program(x, made)
+
+    def program():
+        return jax.jit(lambda x, made: cpu_transposed.products(x, made, jnp.float32))
+
+    assert "intellax_rows" in program().lower(x, made).as_text()
+    got = program()(x, made)
     monkeypatch.setattr(cpu_row_product, "binding", None)
     cpu_row_product._warn.cache_clear()
-    jax.clear_caches()
-    assert "intellax_rows" not in program.lower(x, made).as_text()
+    assert "intellax_rows" not in program().lower(x, made).as_text()
     assert [record.levelno for record in caplog.records if "install -U llvmlite" in record.message] == [logging.WARNING]
-    for ours, theirs in zip(got, program(x, made), strict=True):
+    for ours, theirs in zip(got, program()(x, made), strict=True):
         tolerance = 1.5e-4 if quantization == "none" else 0  # 4e-7 of the sum of 576 magnitudes, of XLA's sums
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_compiled_program_of_the_cache_finds_its_code_in_another_process(tmp_path):
     code = f"""
 import jax, jax.numpy as jnp

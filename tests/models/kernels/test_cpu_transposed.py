@@ -10,7 +10,7 @@ from models import config as config_lib
 from models import layers, transformer
 from models.kernels import cpu_integers, cpu_transposed, int8
 from sharding.mesh import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import cases, tiny
 
 ONE = mesh_lib.create({}, devices=jax.local_devices()[:1])
 RNG = np.random.default_rng(3)
@@ -73,14 +73,16 @@ def test_in_bfloat16_it_is_summed_in_float32():
     assert (made.rows(jnp.asarray(x, jnp.bfloat16), jnp.float32) == 555.0).all()
 
 
-@pytest.mark.parametrize("quantization", config_lib.QUANTIZATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+KINDS = [(dtype, quantization) for dtype in ("float32", "bfloat16") for quantization in config_lib.QUANTIZATIONS]
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), cases.slow_but(KINDS, ("float32", "none"), ("bfloat16", "int8")))
 def test_no_bit_of_a_row_depends_on_the_number_of_rows_or_its_place(dtype, quantization):
     """Sizes of a real model: 576 inputs, and 1,536. Up to 8 rows of floats are summed in another order than more rows."""
     for K, N in (576, 1536), (1536, 576):
         kernel = jnp.asarray(normal(K, N) * K**-0.5, dtype)
         made = cpu_transposed.transpose(kernel, 1, quantization)
-        x_1RK = jnp.asarray(normal(1, 200, K), dtype)
+        x_1RK = jnp.asarray(normal(1, 70, K), dtype)
         whole = np.asarray(made.rows(x_1RK, jnp.float32))
         alone = np.concatenate([made.rows(x_1RK[:, n : n + 1], jnp.float32) for n in range(13)], axis=1)
         # 4e-7 of the sum of magnitudes, at most 25.
@@ -102,8 +104,11 @@ def test_one_row_is_not_widened_in_memory():
         assert not any(f"{wide}[1536,576]" in text for wide in ("f32", "s32")), text
 
 
-@pytest.mark.parametrize("quantization", config_lib.QUANTIZATIONS)
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_bias": True, "qkv_bias": True}], ids=str)
+BIASED = {"tie_embeddings": False, "ffn_bias": True, "qkv_bias": True}
+WHOLE = [(changes, quantization) for changes in ({}, BIASED) for quantization in config_lib.QUANTIZATIONS]
+
+
+@pytest.mark.parametrize(("changes", "quantization"), cases.slow_but(WHOLE, (BIASED, "int4")), ids=str)
 def test_the_whole_model(changes, quantization):
     """The oracle is the model on plain arrays of the numbers that are stored."""
     config = tiny.model(model_dim=64, ffn_dim=128, **changes)

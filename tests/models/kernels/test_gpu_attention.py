@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import attention
 from models.kernels import attention_tiles, gpu_attention
-from tests.support import packings
+from tests.support import cases, packings
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -44,15 +45,11 @@ CASES = {
     "a window and sinks": {"window": 20, "sinks": True},
     "a key head of each query head": {"heads": (4, 4)},
     "one key head, values of other dims": {"heads": (4, 1), "dims": (24, 16), "branches": True, "sinks": True},
+    "all": {"dims": (24, 16), "branches": True, "window": 20, "sinks": True},
 }
 
 
-FAST = ("trees and a window", "one key head, values of other dims")
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", cases.slow_but(CASES, "all"))
 def test_results_and_gradients_are_those_of_xla(case):
     """Two rows of 100 tokens, which no block divides; float32."""
     options = dict(CASES[case])
@@ -64,9 +61,10 @@ def test_results_and_gradients_are_those_of_xla(case):
     real = np.asarray(packing.segment_ids > 0)
     cotangent = rng.standard_normal((2, T, H, V)).astype(np.float32) * real[..., None, None]
 
+    @functools.partial(jax.jit, static_argnums=0)
     def run(attend):
         out, pull = jax.vjp(lambda q, k, v, sinks_H=None: attend(q, k, v, packing, sinks_H=sinks_H), q, k, v, *sinks)
-        return np.asarray(out)[real], pull(cotangent)
+        return jnp.where(real[..., None, None], out, 0), pull(cotangent)
 
     readable = functools.partial(attention.readable, window=options.get("window", 0))
     got = run(functools.partial(gpu_attention.attend, readable=readable, scale=0.3, interpret=True, **options))

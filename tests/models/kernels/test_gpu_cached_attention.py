@@ -8,6 +8,7 @@ import pytest
 
 from models import attention
 from models.kernels import gpu_attention, gpu_cached_attention
+from tests.support import cases
 
 CASES = {
     "four query heads to a key head": {},
@@ -24,7 +25,9 @@ def draw(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", cases.slow_but(CASES, "a chunk with a window and sinks", "more query heads than rows of a tile")
+)
 def test_a_query_reads_the_keys_up_to_its_own(case, monkeypatch):
     """Sequences that begin with the new tokens, cross a part, and fill the capacity; keys past their ends are large."""
     options = dict(CASES[case])

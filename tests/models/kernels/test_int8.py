@@ -23,7 +23,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding.mesh import mesh as mesh_lib
 from sharding.mesh import rules
 from sharding.weights import broadcast
-from tests.support import engines, serving, tiny
+from tests.support import cases, engines, serving, tiny
 
 DENSE = tiny.model(tie_embeddings=False)
 MIXED = tiny.model(
@@ -80,7 +80,7 @@ def logits(name, tree):
     return np.asarray(transformer.logits(tree, MODELS[name], hidden_BTD))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases.slow_but(MODELS, "mixed", "latent"))
 def test_entries_are_off_by_at_most_half_a_scale_of_their_output(name):
     full = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params(name))}
     found = matrices(kept(name))
@@ -107,9 +107,7 @@ def test_scales_are_of_output_channels():
     assert stacked["['layers']['001']['moe']['up']"] == (2, 4, 1, 32)
 
 
-@pytest.mark.parametrize(
-    "name", ["dense", "mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stacked", "latent"))]
-)
+@pytest.mark.parametrize("name", cases.slow_but(MODELS, "mixed"))
 def test_a_model_of_integers_is_the_model_of_the_numbers_they_stand_for(name):
     got, expected, full = logits(name, kept(name)), logits(name, meant(kept(name))), logits(name, params(name))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5 * np.abs(expected).max())  # float32, another order

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models import attention
 from models.kernels import attention_tiles, splash_attention
-from tests.support import packings
+from tests.support import cases, packings
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +19,17 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(splash_attention, "BLOCK", 128)
 
 
-@pytest.mark.parametrize("num_queries", [1, 2, 3])
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("window", [0, 100])
-def test_steps_are_the_tiles_that_are_read(window, branches, num_queries):
+def test_steps_are_the_tiles_that_are_read(window, branches):
     """20 packings of two rows. A window over branches may take a tile more; dq is read and stored in an order without conflicts."""
-    rng, B, T, block = np.random.default_rng([window, branches, num_queries]), 2, 512, 32
+    rng, B, T, block = np.random.default_rng([window, branches]), 2, 512, 32
     N, columns = T // block, np.arange(T)
 
     @jax.jit
     def find(packing):
         reads = jax.vmap(functools.partial(attention_tiles.ranges, block=block, window=window))(packing)
-        return splash_attention.visits(reads, block, num_queries)
+        return [splash_attention.visits(reads, block, num_queries) for num_queries in (1, 2, 3)]
 
     for _ in range(20):
         packing = packings.rows(rng, B, T, branches=branches, longest=int(rng.choice([20, 150, T])))
@@ -41,16 +40,20 @@ def test_steps_are_the_tiles_that_are_read(window, branches, num_queries):
             mask &= (row.segment_ids > 0) | (columns[:, None] // block == columns // block)
             tiles = mask.reshape(N, block, N, block).any(axis=(1, 3))
             wanted |= {(b * N + query, b * N + key) for query, key in zip(*np.nonzero(tiles), strict=True)}
-        forward, steps = (splash_attention.Steps(packed[:count]) for count, packed in jax.device_get(find(packing)))
-        query, key = steps.query(...), steps.key(...)
-        for found in [list(zip(one.query(...), one.key(...), strict=True)) for one in (forward, steps)]:
-            assert len(set(found)) == len(found)
-            assert set(found) >= wanted if window and branches else set(found) == wanted
-        assert (np.diff(forward.query(...)) >= 0).all() and (np.diff(key) >= 0).all()
-        order = [(block, head) for block in query for head in range(num_queries)]  # of the blocks of dq
-        for at, one in enumerate(order):
-            assert steps.is_stored(at // num_queries) == (one in order[:at])
-            assert steps.is_busy(at // num_queries) == (one in order[max(at - 2, 0) : at])
+        for num_queries, lists in enumerate(jax.device_get(find(packing)), start=1):
+            forward, steps = (splash_attention.Steps(packed[:count]) for count, packed in lists)
+            query, key = steps.query(...), steps.key(...)
+            for found in [list(zip(one.query(...), one.key(...), strict=True)) for one in (forward, steps)]:
+                assert len(set(found)) == len(found)
+                assert set(found) >= wanted if window and branches else set(found) == wanted
+            assert (np.diff(forward.query(...)) >= 0).all() and (np.diff(key) >= 0).all()
+            order = [(block, head) for block in query for head in range(num_queries)]  # of the blocks of dq
+            stored, busy = (np.repeat(flags, num_queries) for flags in (steps.is_stored(...), steps.is_busy(...)))
+            before = {}
+            for at, one in enumerate(order):
+                assert stored[at] == (one in before)
+                assert busy[at] == (at - before.get(one, -3) <= 2)
+                before[one] = at
 
 
 def test_rows_of_65536_tokens_are_lowered_without_their_mask():
@@ -75,6 +78,7 @@ CASES = {
     "one key head": {"heads": (4, 1)},
     "16 queries of a key head, sinks": {"heads": (16, 1), "branches": True, "sinks": True},
     "values of other dims": {"heads": (3, 3), "dims": (24, 16), "branches": True},
+    "all": {"branches": True, "window": 70, "sinks": True, "dims": (24, 16)},
 }
 
 
@@ -105,16 +109,17 @@ def check(case: str, seeds, rows: int, tokens: int, interpret, dtype=np.float32,
             jax.tree.map(lambda a, b, compare=compare: compare(np.asarray(a, np.float32), b), ours_, theirs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases.slow_but(CASES, "all"))
 def test_results_and_gradients_are_those_of_xla(case):
     """Eight packings of two rows of three blocks, in float32."""
     check(case, range(8), 2, 384, True)
 
 
-@pytest.mark.parametrize(("limit", "value"), [("LONGEST", 384), ("MAX_BLOCKS", 8)])
+@pytest.mark.parametrize(("limit", "value"), cases.slow_but([("LONGEST", 256), ("MAX_BLOCKS", 4)], ("LONGEST", 256)))
 def test_rows_with_too_many_tiles_for_one_list_are_run_in_parts(monkeypatch, limit, value):
+    """Three rows of two blocks: row by row, and one row and then two."""
     monkeypatch.setattr(splash_attention, limit, value)
-    check("trees and a window", range(2), 5, 384, True)
+    check("trees and a window", range(2), 3, 256, True)
 
 
 def test_results_in_bfloat16_are_near_those_in_float32():
@@ -122,10 +127,11 @@ def test_results_in_bfloat16_are_near_those_in_float32():
     check("trees", range(8), 2, 384, True, jnp.bfloat16, (0.05, 0.25))
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(71, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "number"), cases.slow_but([(case, number) for case in CASES for number in (1, 71)], ("trees", 1))
+)
 def test_a_core_that_copies_while_it_computes_races_with_no_copy(case, number):
-    """JAX's simulation of a TPU: memories, copies that take time, and a detector of races. All cases have 504 packings."""
-    tokens = 256 if case.startswith("16 queries") else 384  # a step of each head takes a second
+    """JAX's simulation of a TPU: memories, copies that take time, and a detector of races. All cases have 576 packings."""
+    tokens = 256 if number == 1 or case.startswith("16 queries") else 384  # a step of each head takes a second
     check(case, range(number, 2 * number), 1, tokens, pltpu.InterpretParams(detect_races=True))
     assert not interpret_pallas_call.races.races_found

@@ -131,9 +131,14 @@ MALFORMED = [
     # Hours, if the end of the text were looked for from each mark.
     pytest.param("glm", f"<tool_call>f{'<arg_key>' * 10**6}</tool_call>", id="keys"),
     pytest.param("glm", f"<tool_call>f<arg_key>{'</arg_key><arg_value>' * 10**6}</tool_call>", id="values"),
-    pytest.param("llama", f"{LLAMA_CALL * 10**5}x", id="calls"),
+    pytest.param("llama", f"{LLAMA_CALL * 10**5}x", id="calls", marks=pytest.mark.slow),
     pytest.param("chatml", '<tool_call>{"a": ["' * 10**5 + "</tool_call>", id="openings"),
-    pytest.param("glm", "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>" * 10**4, id="open values"),
+    pytest.param(
+        "glm",
+        "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>" * 10**4,
+        id="open values",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("glm", "<tool_call>" * 10**5, id="opening marks"),
     ("llama", '{"name": "f"}'),
     ("llama", LLAMA_CALL + " and more"),
