@@ -7,6 +7,7 @@ from models.text import tokenizer as tokenizer_lib
 from tests.support import real_model, serving
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.usefixtures("compile_fast")
 def test_a_gguf_file_is_served_with_default_flags_and_answers(tmp_path):

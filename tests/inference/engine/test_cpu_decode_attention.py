@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from inference.engine import cpu_decode_attention, kv_cache
-from tests.support import tiny
+from tests.support import cases, tiny
 
 S, NUM_BLOCKS = 16, 3
 POSITIONS = (0, 15, 16, 40)  # the first and the last of a block, and one amid the last
@@ -47,11 +47,14 @@ def expected(q_HC, k_KSC, v_KSV, position, *, scale=None, window=0, sinks_H=None
     return np.stack(out)
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize(("K", "G", "C", "V"), [(2, 2, 64, 64), (1, 16, 24, 40), (3, 1, 5, 5)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_step_is_attention(K, G, C, V, how, dtype):
-    how = dict(how)
+SHAPES = [(2, 2, 64, 64), (1, 16, 24, 40), (3, 1, 5, 5)]
+STEPS = [(shape, how, dtype) for shape in SHAPES for how in HOWS for dtype in ("float32", "bfloat16")]
+FAST = zip(SHAPES * 2, [*HOWS, {}], ["float32", "bfloat16"] * 3, strict=True)  # each shape with both dtypes
+
+
+@pytest.mark.parametrize(("shape", "how", "dtype"), cases.slow_but(STEPS, *FAST), ids=str)
+def test_the_step_is_attention(shape, how, dtype):
+    (K, G, C, V), how, dtype = shape, dict(how), jnp.dtype(dtype)
     if how.pop("sinks", False):
         how["sinks_H"] = np.linspace(-1, 2, K * G, dtype=np.float32)
     blocks, new, positions, k, v = case(K, G, C, V, dtype)
@@ -64,7 +67,7 @@ def test_the_step_is_attention(K, G, C, V, how, dtype):
         np.testing.assert_allclose(np.float64(got[b, 0]), wanted, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 20])
+@pytest.mark.parametrize("window", cases.slow_but([0, 1, 5, 20], 0, 5))
 def test_the_cache_layout_of_other_devices_is_the_same_attention(window):
     _, new, positions, k, v = case(2, 2, 32, 32)
     out, (keys, values) = kv_cache.attend_at(jnp.asarray(positions))((jnp.zeros_like(k), v), *new, window=window)

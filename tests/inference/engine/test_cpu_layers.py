@@ -17,16 +17,19 @@ from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding.mesh import mesh as mesh_lib
-from tests.support import engines, tiny
+from tests.support import cases, engines, tiny
 
-MODEL = tiny.model(num_layers=4, window=24, layer_pattern="SF")
+MODEL = tiny.model(
+    window=24, layer_pattern="SF", num_experts=5, experts_per_token=2, expert_ffn_dim=16, first_dense_layers=1
+)
+DENSE = tiny.model(num_layers=4, window=24, layer_pattern="SF")
 CONFIG = engine_lib.EngineConfig(
-    num_slots=8, max_model_len=176, prefill_batch=6, steps_per_call=4, prefill_chunk=32, kept_tokens=20
+    num_slots=4, max_model_len=96, prefill_batch=4, steps_per_call=4, prefill_chunk=32, kept_tokens=20
 )
 HELLO = tuple(b"hello")
 Ask = functools.partial(scheduler_lib.GenerateRequest, max_tokens=20)
 pytestmark = pytest.mark.usefixtures("several_blocks")
-LONG = Ask(tuple(range(70)), seed=5, max_tokens=50)
+LONG = Ask(tuple(range(50)), seed=5, max_tokens=40)
 REQUESTS = [
     *(Ask(tuple(b"one %d" % n), seed=n, max_tokens=6 + 9 * n, proofs=n % 2 == 0) for n in range(4)),
     Ask(HELLO, seed=10, top_k=20, top_p=0.8, min_p=0.01, temperature=1.3, kept_tokens=True),
@@ -54,7 +57,8 @@ class Recording(engine_lib.Engine):
 
 
 def engine(model=MODEL, **changes):
-    return Recording(model, dataclasses.replace(CONFIG, **changes), tokenizer_lib.byte_chatml())
+    config = dataclasses.replace(CONFIG, routed_experts=model.num_experts > 0, **changes)
+    return Recording(model, config, tokenizer_lib.byte_chatml())
 
 
 def weights_of(made):
@@ -76,39 +80,38 @@ def assert_close(got, wanted):
         for x, y in ((a.logprobs, b.logprobs), (a.raw_logprobs, b.raw_logprobs)):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)  # float32, sums over 32 to 64 numbers in another order
         assert [[token for token, _ in row] for row in a.top] == [[token for token, _ in row] for row in b.top]
+        np.testing.assert_array_equal(a.experts, b.experts)
 
 
 def test_completions_are_those_of_the_program_of_all_layers(monkeypatch):
-    """Together, while the state grows and shrinks, and one after the other in states of few slots."""
-    wanted = complete(engine(), REQUESTS)
+    """Together, while the state grows and shrinks, and one after the other in states of few slots. With the experts of each token."""
+    requests = [dataclasses.replace(request, routed_experts=True) for request in REQUESTS]
+    wanted = complete(engine(), requests)
     monkeypatch.setattr(cpu_sub_batches, "MAX_WEIGHTS_BYTES", 0)
     made = engine()
     assert made.follows_load
-    assert_close(complete(made, REQUESTS), wanted)
+    assert_close(complete(made, requests), wanted)
     slots, positions = zip(*made.used, strict=True)
-    assert max(slots) == 8 and slots[-1] == 1 and max(positions) == 128 and min(positions) < 128
+    assert max(slots) == 4 and slots[-1] == 1 and max(positions) == 96 and min(positions) < 96
     made.used.clear()
-    one_by_one = [sample for request in REQUESTS[-3:] for sample in complete(made, [request])]
+    one_by_one = [sample for request in requests[-3:] for sample in complete(made, [request])]
     assert_close(one_by_one, wanted[-len(one_by_one) :])
     assert {slots for slots, _ in made.used} == {1, 4} and (1, 32) in made.used
 
 
-@pytest.mark.parametrize("experts", [0, 5])
-def test_the_common_beginning_of_prompts_is_computed_once(layered, experts, monkeypatch):
-    """Six prompts in a call begin with 23 tokens: the first call has as many as the shortest has, but for its last one."""
-    model = tiny.model(num_layers=2, num_experts=experts, experts_per_token=2, expert_ffn_dim=16) if experts else MODEL
-    rest = [b"", b" b", b" and c", b" d", b" every", b"f"]
-    prompts = [tuple(b"You count. Question 1 a" + end) for end in rest]
-    requests = [Ask(tokens, seed=n, routed_experts=bool(experts)) for n, tokens in enumerate(prompts)]
+@pytest.mark.parametrize("model", cases.slow_but([DENSE, MODEL], MODEL), ids=["dense", "experts"])
+def test_the_common_beginning_of_prompts_is_computed_once(layered, model, monkeypatch):
+    """Four prompts in a call begin with 23 tokens: the first call has as many as the shortest has, but for its last one."""
+    prompts = [tuple(b"You count. Question 1 a" + end) for end in (b"", b" b", b" and c", b" every")]
+    is_mixture = model is MODEL
+    requests = [Ask(tokens, seed=n, routed_experts=is_mixture) for n, tokens in enumerate(prompts)]
     sizes, real = [], cpu_layers.prefill_chunk
     monkeypatch.setattr(cpu_layers, "prefill_chunk", lambda *args: sizes.append(args[3].shape) or real(*args))
-    got = complete(engine(model, routed_experts=bool(experts)), requests)
-    assert (1, 16) in sizes and {size for size in sizes if size[0] > 1} == {(6, 16)}
+    made = engine(model)
+    got = complete(made, requests)
+    assert (1, 16) in sizes and {size for size in sizes if size[0] > 1} == {(4, 16)}
     monkeypatch.setattr(cpu_layers, "num_shared", lambda *args: 0)
-    wanted = complete(engine(model, routed_experts=bool(experts)), requests)
-    assert_close(got, wanted)
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(a.experts, b.experts)
+    assert_close(got, complete(made, requests))
 
 
 @pytest.mark.parametrize(
@@ -124,36 +127,24 @@ def test_the_number_of_common_tokens_leaves_each_prompt_its_last_one(prompts, ex
 
 
 def test_layers_in_stacks_are_views_and_give_the_same_bits(layered):
-    scanned, made = engine(dataclasses.replace(MODEL, scan_layers=True)), engine()
-    params = jax.device_put(tiny.params(MODEL, 5))
+    scanned, made = engine(dataclasses.replace(DENSE, scan_layers=True)), engine(DENSE)
+    params = jax.device_put(tiny.params(DENSE, 5))
     layers = [params["layers"][f"{index:03d}"] for index in range(4)]
     stacks = transformer.stacks(scanned.model)
     stacked = {key: jax.tree.map(lambda *x: np.stack(x), *(layers[n] for n in at)) for key, at in stacks.items()}
     stacked = jax.device_put(params | {"layers": stacked})
     assert len(stacks) == 2
-    assert complete(scanned, [LONG], stacked) == complete(made, [LONG], params)
+    request = Ask(HELLO, seed=5, max_tokens=8)
+    assert complete(scanned, [request], stacked) == complete(made, [request], params)
     (at, *_), view = stacks.values(), scanned._layers.of(stacked)["layers"]
     kernel = stacked["layers"]["000"]["mlp"]["gate"]
     last = view[f"{at[-1]:03d}"]["mlp"]["gate"]
     assert last.unsafe_buffer_pointer() - kernel.unsafe_buffer_pointer() == (len(at) - 1) * last.nbytes
 
 
-def test_experts_and_long_prompts(layered, monkeypatch):
-    mixture = tiny.model(num_layers=2, num_experts=5, experts_per_token=2, expert_ffn_dim=16, first_dense_layers=1)
-    requests = [Ask(HELLO, seed=seed, routed_experts=True) for seed in range(3)] + [
-        dataclasses.replace(LONG, routed_experts=True)
-    ]
-    got = complete(engine(mixture, routed_experts=True), requests)
-    monkeypatch.setattr(cpu_layers, "fits", lambda model: False)
-    wanted = complete(engine(mixture, routed_experts=True), requests)
-    assert_close(got, wanted)
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(a.experts, b.experts)
-
-
 def test_a_conversation_goes_on_after_the_state_shrank(layered):
     """A sequence that ended in a slot that is given up, or moved, is copied, and read again by its next turn."""
-    made = engine()
+    made = engine(DENSE, num_slots=8, max_model_len=176)
     first = [Ask(tuple(b"turn %d" % n), seed=n, max_tokens=60 if n == 3 else 28) for n in range(4)]
     with engines.server(made, weights_of(made)) as server:
         submit = server.scheduler.submit
@@ -170,7 +161,7 @@ def test_sizes_of_an_unused_state(layered):
     """A new state has room for one short sequence, and copies into it leave its memory in place."""
     made = engine()
     state = made.init_decode_state()
-    assert made.sizes(state) == (1, 32) and made.fitting(3, 33) == (4, 64) and made.fitting(8, 176) == (8, 192)
+    assert made.sizes(state) == (1, 32) and made.fitting(3, 33) == (4, 64) and made.fitting(4, 96) == (4, 96)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state[0].cache)]
     params = weights_of(made)
     adapter = jetstream_engine.JetStreamEngine(made, params)

@@ -17,15 +17,15 @@ from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
 from tests.support import shapes, tiny
 
-MODEL = tiny.model()
-WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8)
+MODEL = tiny.model(num_layers=1, num_experts=5, experts_per_token=2, expert_ffn_dim=16)
+WIDE = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=8, routed_experts=True)
 WAIT_S = 300
-Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), max_tokens=40)
+Ask = functools.partial(scheduler_lib.GenerateRequest, tuple(b"hello"), max_tokens=40, routed_experts=True)
 pytestmark = pytest.mark.usefixtures("several_blocks")
 
 
-def engine(model=MODEL, **changes):
-    return engine_lib.Engine(model, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml())
+def engine(**changes):
+    return engine_lib.Engine(MODEL, dataclasses.replace(WIDE, **changes), tokenizer_lib.byte_chatml())
 
 
 def complete(made, requests, cancelled=()):
@@ -42,7 +42,7 @@ def complete(made, requests, cancelled=()):
 
 
 def test_a_request_gets_the_bits_of_an_engine_of_one_sub_batch():
-    """Requests of every kind in slots of both: proofs, also of windows that only the host ends, and optional outputs."""
+    """Requests of every kind in slots of both: experts, proofs, also of windows that only the host ends, and optional outputs."""
     requests = [Ask(seed=seed, proofs=seed % 2 == 0, max_tokens=30 + seed) for seed in range(7)]
     requests += [Ask(seed=seed, num_samples=3, raw_logprobs=True, top_logprobs=4, temperature=0.7) for seed in (20, 30)]
     text = complete(engine(num_slots=4), [Ask(seed=41)])[0][0].tokens
@@ -51,16 +51,11 @@ def test_a_request_gets_the_bits_of_an_engine_of_one_sub_batch():
     made = engine()
     assert [len(one.init_decode_state()) for one in (made, engine(num_slots=4))] == [2, 1]
     cancelled = [Ask(seed=seed, max_tokens=90) for seed in range(50, 54)]
-    assert complete(made, requests, cancelled) == complete(engine(num_slots=4), requests)
-
-
-def test_experts_are_those_of_the_slot():
-    mixture = tiny.model(num_layers=1, num_experts=5, experts_per_token=2, expert_ffn_dim=16)
-    requests = [Ask(seed=seed, routed_experts=True) for seed in range(8)]
-    got, alone = (complete(engine(mixture, num_slots=n, routed_experts=True), requests) for n in (8, 4))
-    for (a,), (b,) in zip(got, alone, strict=True):
-        np.testing.assert_array_equal(a.experts, b.experts)
-        assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)
+    got, alone = complete(made, requests, cancelled), complete(engine(num_slots=4), requests)
+    assert got == alone
+    for samples, others in zip(got, alone, strict=True):
+        for a, b in zip(samples, others, strict=True):
+            np.testing.assert_array_equal(a.experts, b.experts)
 
 
 @pytest.mark.parametrize("slot", [1, 6])

@@ -21,7 +21,7 @@ from inference.engine import jetstream_engine, kv_cache, sampler
 from inference.engine import request as request_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import engines, tiny
+from tests.support import cases, engines, stacking, tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 CAPACITY = 96
@@ -115,13 +115,13 @@ def test_sizes_are_checked(change, words):
     assert [CONFIG.bucket(n) for n in (1, 16, 17, 30, 65)] == [16, 16, 32, 32, 96]
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", cases.slow_but([False, True], True))
 def test_a_chunk_reads_no_more_keys_than_its_program_has(scan_layers):
     """Keys that are not written yet are NaN, which a masked product would pass on; the counts double, up to the capacity."""
     model = tiny.model(scan_layers=scan_layers)
     engine = engine_lib.Engine(model, dataclasses.replace(CONFIG, prefill_chunk=16), TOKENIZER)
     assert engine.config.key_counts == (16, 32, 64, 96)
-    weights = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
+    weights = stacking.stack(tiny.params(tiny.model(), 0), model) if scan_layers else tiny.params(model, 0)
     tokens_1T = np.arange(48, dtype=np.int32)[None]
     caches = engine.empty_prefix(), jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.empty_prefix())
     for start, end in ((0, 16), (16, 32)):

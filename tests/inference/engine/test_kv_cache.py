@@ -14,10 +14,10 @@ from models import transformer
 from models.kernels import gpu_cached_attention
 from models.text import tokenizer as tokenizer_lib
 from sharding.mesh import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import cases, tiny
 
 
-@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("is_stacked", cases.slow_but([False, True], True))
 def test_a_gpu_writes_and_reads_as_a_cpu_does(is_stacked, monkeypatch):
     """One token of two sequences, the first at position 0; the kernel is interpreted."""
     rng, stack, start_B = np.random.default_rng(2), (3,) if is_stacked else (), np.array([0, 30], np.int32)
@@ -44,6 +44,7 @@ def test_a_gpu_writes_and_reads_as_a_cpu_does(is_stacked, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_a_decode_step_for_cuda_copies_no_layer_of_the_cache():

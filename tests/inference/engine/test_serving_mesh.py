@@ -112,7 +112,7 @@ COLLECTIVE = re.compile(
     ("name", "axes", "pages_per_slot"),
     [
         ("dense", dict(tensor=2, data=2), 0),
-        ("dense", dict(tensor=2, data=2), 12),
+        pytest.param("dense", dict(tensor=2, data=2), 12, marks=pytest.mark.slow),
         pytest.param("dense", dict(tensor=4, data=2), 0, marks=pytest.mark.slow),
         pytest.param("mixed", dict(fsdp=2, expert=2, tensor=2), 0, marks=pytest.mark.slow),
         pytest.param("stacked", dict(expert=2, tensor=2, data=2), 0, marks=pytest.mark.slow),

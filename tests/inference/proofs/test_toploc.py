@@ -213,11 +213,11 @@ def test_proofs_of_windows_on_the_device_are_those_of_their_rows(dim):
         return toploc.encode([(i[i < size * dim], bits[i < size * dim]) for size, i, bits in tops])
 
     rows = normal((5, 80, dim), 4)
-    ring = proof_window.create(5, dim)
+    ring, write = proof_window.create(5, dim), jax.jit(proof_window.write)
     before, after = np.array([20, 30, 31, 3, 33]), np.array([32, 39, 32, 9, 64])
     for row in range(64):
         slots = jnp.full((5,), row)
-        ring = proof_window.write(ring, rows[:, row], slots, slots < after)
+        ring = write(ring, rows[:, row], slots, slots < after)
     there, window, count = proof_window.finished(before, after, np.array([True, True, False, False, False]))
     assert there.tolist() == [[True, False], [True, True], [True, False], [False, False], [True, False]]
     indices, bits = map(np.asarray, jax.jit(proof_window.reduce)(ring, there, window, count))

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from inference.rollouts import parquet, row_log
+from tests.support import cases
 from tests.support.rollouts import assert_equal, make
 
 
@@ -18,7 +19,8 @@ def read(log, step):
     return [(head, [r.sample for r in found.rollouts]) for head, found in log.read(step)]
 
 
-def test_records_survive_a_kill_at_any_byte(tmp_path):
+@pytest.mark.parametrize("apart", cases.slow_but([97, 397], 397))
+def test_records_survive_a_kill_at_any_byte(tmp_path, apart):
     log = row_log.RowLog(tmp_path)
     ended = [log.append(3, {"digest": str(n)}, rows(n, n + 1).take([1, 0])) for n in range(3)]
     [future.result(10) for future in ended]
@@ -27,7 +29,7 @@ def test_records_survive_a_kill_at_any_byte(tmp_path):
     assert expected == [({"digest": str(n)}, [n + 1, n]) for n in range(3)]
     (_, first), *_ = row_log.RowLog(tmp_path).read(3)
     assert_equal(first.rollouts[0], make(1, sample=1))
-    for size in {*range(0, len(whole), 97), len(whole) - 1}:
+    for size in {*range(0, len(whole), apart), len(whole) - 1}:
         (tmp_path / "step_3.log").write_bytes(whole[:size] + b"\xff" * 5)
         log = row_log.RowLog(tmp_path)
         before = read(log, 3)

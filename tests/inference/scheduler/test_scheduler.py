@@ -23,7 +23,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import clock, engines, tiny
+from tests.support import cases, clock, engines, tiny
 from tests.support import proofs as proofs_lib
 
 MODEL = tiny.model()
@@ -469,7 +469,7 @@ def test_reuse_changes_no_bit(chunked):
 WIDE = dataclasses.replace(CONFIG, max_model_len=160)  # a padded chunk of 64 fits after each turn
 
 
-@pytest.mark.parametrize("config", [WIDE, LONG])
+@pytest.mark.parametrize("config", cases.slow_but([WIDE, LONG], LONG))
 def test_a_turn_reuses_the_tokens_that_the_turn_before_sampled(start, config):
     """Decode rounds otherwise than prefill: log-probabilities agree to float32, and the noise draws the same tokens.
 
@@ -807,7 +807,7 @@ def random_requests(rng, count):
     return made
 
 
-def orders_agree(count, num_orders, config=LONG):
+def orders_agree(count, orders, config=LONG):
     """Each request alone, and the same in several random orders and paces, with aborted ones between, other steps per call, and
     midway the same weights swapped in, a pause, and in every other order a restart that resumes the requests in flight."""
     rng = np.random.default_rng(7)
@@ -815,7 +815,7 @@ def orders_agree(count, num_orders, config=LONG):
     quiet = scheduler_lib.Scheduler(engine(config=config), params(), 0, prefix_cache_bytes=0)
     alone = [quiet.submit(request).result(300) for request in requests]
     quiet.close()
-    for order in range(num_orders):
+    for order in orders:
         made = engine(config=dataclasses.replace(config, steps_per_call=(8, 3, 1, 5)[order % 4]))
         scheduler = scheduler_lib.Scheduler(made, params(), 0)
         futures, aborted, num_again = {}, [], 0
@@ -844,10 +844,10 @@ def orders_agree(count, num_orders, config=LONG):
 
 
 def test_any_order_and_any_number_of_steps_gives_the_same_bits():
-    orders_agree(24, 2)
+    orders_agree(24, range(2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [4, 8])  # one and two sub-batches
 def test_a_thousand_requests_in_any_order(num_slots):
-    orders_agree(1000, 4, dataclasses.replace(LONG, num_slots=num_slots))
+    orders_agree(1000, range(4), dataclasses.replace(LONG, num_slots=num_slots))

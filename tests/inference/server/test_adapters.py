@@ -20,7 +20,7 @@ from models.kernels import cpu_transposed
 from rl.trust.verification import verifier
 from sharding.mesh import rules
 from sharding.weights import broadcast
-from tests.support import tiny
+from tests.support import cases, tiny
 
 CONFIG = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=4)
 LORA = lora.LoraConfig(rank=2, alpha=6.0)
@@ -58,6 +58,12 @@ def publish(to, name, version, *, tree=None, config=LORA, base_seed=0):
     return to.publish(tree, version, metadata=metadata)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def scores(params, model, tokens_BT):
+    hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
+    return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, jnp.ones(tokens_BT.shape))[0]
+
+
 def assert_samples_from(server, name, version):
     """Tokens of a request, and their log-probabilities under the policy, by the learner's function and merged in float32."""
     ask = request_lib.GenerateRequest(tuple(range(40, 50)), max_tokens=12, seed=3, temperature=1.0)
@@ -69,14 +75,14 @@ def assert_samples_from(server, name, version):
     )
     wide = dataclasses.replace(MODELS[name], dtype="float32", param_dtype="float32")
     for params, model in ((policy(name, version), MODELS[name]), (merged, wide)):
-        hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, model, tokens)
-        logp, _ = logprobs.token_logprobs(params, model, hidden, jnp.asarray(tokens), jnp.ones(tokens.shape))
+        logp = scores(params, model, tokens)
         # Float32 sums in another order, or the roundings of two layers in bfloat16, of 8 bits.
         np.testing.assert_allclose(got.logprobs, np.asarray(logp)[0, 10:], atol=0.1 if name == "bfloat16" else 2e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("snapshot_every", [1, 9])
+@pytest.mark.parametrize(
+    ("name", "snapshot_every"), cases.slow_but([(name, every) for name in MODELS for every in (1, 9)], ("float32", 9))
+)
 def test_versions_bring_adapters_alone(tmp_path, name, snapshot_every):
     to = publisher(tmp_path, snapshot_every)
     publish(to, name, 0)
@@ -125,17 +131,17 @@ def other_base(tree):
     tree["base"]["embed"] = tree["base"]["embed"][:, :16]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "config", "words"),
-    [
-        (nan, LORA, "NaN or infinity in ['adapters']"),
-        (narrow, LORA, "['mlp']['up']['a']"),
-        (bare, LORA, "differ in"),
-        (other_base, LORA, "['base']['embed']"),
-        (lambda tree: None, dataclasses.replace(LORA, alpha=7.0), "alpha=7.0"),
-        (lambda tree: None, dataclasses.replace(LORA, rank=3), "rank=3"),
-    ],
-)
+REFUSED = [
+    (nan, LORA, "NaN or infinity in ['adapters']"),
+    (narrow, LORA, "['mlp']['up']['a']"),
+    (bare, LORA, "differ in"),
+    (other_base, LORA, "['base']['embed']"),
+    (lambda tree: None, dataclasses.replace(LORA, alpha=7.0), "alpha=7.0"),
+    (lambda tree: None, dataclasses.replace(LORA, rank=3), "rank=3"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "config", "words"), cases.slow_but(REFUSED, REFUSED[0], REFUSED[2], REFUSED[4]))
 def test_other_adapters_are_refused_and_the_old_ones_serve_on(tmp_path, spoil, config, words):
     publish(publisher(tmp_path), "float32", 1)
     with contextlib.closing(startup.prepare(str(tmp_path), CONFIG).run()) as server:

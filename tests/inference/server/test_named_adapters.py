@@ -22,7 +22,7 @@ from models import hf, logprobs, lora, transformer
 from models.hf import adapter_file, safetensors_file, tensor_names
 from models.text import tokenizer as tokenizer_lib
 from tests.models.hf import test_adapter_file
-from tests.support import serving, tiny
+from tests.support import cases, serving, tiny
 
 MODEL = tiny.model()
 SIZES = engine_lib.EngineConfig(num_slots=8, max_model_len=128, prefill_batch=4, steps_per_call=4, prefill_chunk=32)
@@ -80,7 +80,7 @@ def merged(folders, name):
     return params
 
 
-@pytest.fixture(params=["small", "follows the load", "pages"])
+@pytest.fixture(params=cases.slow_but(["small", "follows the load", "pages"], "small"))
 def server(request, folders, monkeypatch):
     config, kind = SIZES, request.param
     if kind == "follows the load":
@@ -102,12 +102,17 @@ def submit(server, name, seed, **fields):
     return server.scheduler.submit(asked)
 
 
+@jax.jit
+def scores(params, tokens_BT):
+    hidden_BTD, _ = transformer.apply(params, MODEL, tokens_BT)
+    return logprobs.token_logprobs(params, MODEL, hidden_BTD, tokens_BT, jnp.ones(tokens_BT.shape))[0]
+
+
 def assert_of(folders, name, completion):
     """The log-probabilities of a completion, and of its prompt if they were asked for, are those of the merged matrices."""
     params = merged(folders, name)
     tokens = np.array([[*PROMPT, *completion.tokens]], np.int32)
-    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, MODEL, tokens)
-    logp = np.asarray(logprobs.token_logprobs(params, MODEL, hidden, jnp.asarray(tokens), jnp.ones(tokens.shape))[0][0])
+    logp = np.asarray(scores(params, tokens))[0]
     np.testing.assert_allclose(
         completion.logprobs, logp[len(PROMPT) :], atol=2e-4, err_msg=name
     )  # float32 sums in other orders

@@ -10,7 +10,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import startup
 from models.text import tokenizer as tokenizer_lib
 from sharding.mesh import mesh as mesh_lib
-from tests.support import tiny
+from tests.support import cases, tiny
 
 MODEL = tiny.model(num_layers=1, head_dim=24)  # of its own: nothing is compiled for it yet
 CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=128, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
@@ -22,7 +22,7 @@ def num_compiled():
     return {name: getattr(compiled_steps, name)._cache_size() for name in PROGRAMS}
 
 
-@pytest.mark.parametrize("every_length", [False, True])
+@pytest.mark.parametrize("every_length", cases.slow_but([False, True], False))
 def test_no_request_compiles_after_a_warm_up(every_length, caplog):
     mesh = mesh_lib.create({}, devices=jax.local_devices()[:1])
     params = weights.Store(MODEL, mesh).load(tiny.params(MODEL, 0))
