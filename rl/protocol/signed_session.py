@@ -61,8 +61,9 @@ class Connection:
                     refused = f"the orchestrator rejected {path.partition('?')[0]}"
                     raise ValueError(f"{refused}: {client_lib.error_message(response)}")
                 response.raise_for_status()
+                reply = _json(response)
                 self.problem = ""
-                return response.json()
+                return reply
             except httpx.HTTPError as error:
                 waited, reason = time.monotonic() - begun, _reason(error)
                 waits = f"since {since}, for up to {self._give_up_s:g} s"
@@ -164,6 +165,16 @@ def _reason(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (404, 405, 501):
         return f"{error.request.url.path} is answered with {error.response.status_code}, as by another program"
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except (ValueError, RecursionError) as error:  # of a proxy or a sign-in page in between, or damaged on the way
+        found = (
+            f"{response.url.path} is answered with text that is not JSON, as by another program: {response.text[:80]!r}"
+        )
+        raise httpx.DecodingError(found, request=response.request) from error
 
 
 def _retry_after_s(error: httpx.HTTPError) -> float:

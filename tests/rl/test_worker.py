@@ -557,6 +557,21 @@ def test_a_request_that_another_overtook_is_signed_again():
     assert asyncio.run(ask()) == {"ok": True} and sent == [0, 1, 2]
 
 
+@pytest.mark.parametrize("text", ["<html>sign in</html>", '{"groups": [', "[" * 10**5])
+def test_a_reply_that_is_not_json_is_asked_for_again(text):
+    """The sign-in page of a network, or a reply that was cut, ended the worker with "Expecting value: line 1 column 1"."""
+
+    async def ask(texts, give_up_s):
+        replies = iter([httpx.Response(200, text=one) for one in texts])
+        transport = httpx.MockTransport(lambda request: next(replies))
+        async with httpx.AsyncClient(base_url="http://orchestrator", transport=transport) as http:
+            return await worker.signed_session.Connection(http, give_up_s).exchange("/run")
+
+    assert asyncio.run(ask([text, '{"ok": true}'], WAIT_S)) == {"ok": True}
+    with pytest.raises(ConnectionError, match="/run is answered with text that is not JSON, as by another program: "):
+        asyncio.run(ask([text], -1.0))
+
+
 def test_the_pauses_between_attempts_grow_and_keep_to_those_of_the_reply(monkeypatch):
     """Each worker asked a busy orchestrator twice a second, at the same moments as others."""
     slept, asked = [], [*["soon"] * 12, "40", "9" * 400, "-1"]
