@@ -5,6 +5,7 @@
 2. `run` calls the command. A user's mistake exits with a line on standard error and a non-zero code; an error that a library raised keeps its traceback.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,8 +14,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from absl import app, flags
 
@@ -26,6 +27,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BAD_PATH = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 OUTSIDE = (*FULL_DISK, *BAD_PATH, errno.EIO)
+SHOW_CURSOR = b"\x1b[?25h"
+REPEAT_S = 0.1  # until a signal is raised again whose error was ignored
+PATIENCE_S = 3.0  # after Ctrl-C, until a line with the reason why the process goes on
 _before_leaving: list[Callable[[], object]] = []
 LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
 
@@ -36,8 +40,9 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
     The first argument may be the working directory alone, as in `rl.export runs/sums --output=DIR`. `is_complete` and `has_rollouts` are those of `flags.parse`.
     """
     # An import that Ctrl-C interrupts may hide it, as those of extension modules do; there is nothing to save yet.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if signal.getsignal(number) is default:
+            signal.signal(number, _leave)
     from rl.experiment import flags as command_line  # takes half a second
 
     command_line.define(needs_workdir=needs_workdir)
@@ -68,12 +73,13 @@ def run(main: Callable[[], None]) -> None:
     def guarded(argv):
         if flags.FLAGS.exit_with_parent:
             cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
-        if threading.current_thread() is threading.main_thread():
+        if is_main := threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGINT) is _leave:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
         programs.enable_cache(flags.FLAGS.config.topology.compile_cache)
-        main()
+        with _signals() if is_main else contextlib.nullcontext():
+            main()
 
     try:
         app.run(guarded, flags_parser=lambda argv: argv[:1])
@@ -83,6 +89,10 @@ def run(main: Callable[[], None]) -> None:
             raise
         if os.environ.get("INTELLAX_TRACEBACK"):
             traceback.print_exc()
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            _end(message, code)
         _fail(message, code)
 
 
@@ -92,7 +102,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
     When several hosts fail, the error of the lowest priority number (sharding/system/multihost/failure.py) is reported as the cause.
     """
     if isinstance(error, failure.Terminated):
-        return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED
+        return str(error), 128 + error.number, failure.INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         return failure.INTERRUPTION, 130, failure.INTERRUPTED
     first = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
@@ -110,15 +120,72 @@ def _raised_by_us(error: BaseException) -> bool:
     return any(ROOT / package in file.parents for package in ("bench", "inference", "models", "rl", "sharding"))
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def _leave(number: int, frame: object = None) -> NoReturn:
     for clean_up in _before_leaving:
         clean_up()
-    print(f"error: {failure.INTERRUPTION}", file=sys.stderr, flush=True)
-    os._exit(128 + signal.SIGINT)
+    _end(failure.INTERRUPTION if number == signal.SIGINT else str(failure.Terminated()), 128 + number)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
     raise failure.Terminated()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Makes Ctrl-C and SIGTERM end the block, and the second of them the process immediately: the first waits for a computation in the main thread.
+
+    The error of a child process that got the signal, too, is not the cause. A command that handles signals by itself is left alone.
+    """
+    taken: list[int] = []
+    repeated: list[int] = []
+
+    def explain() -> None:
+        cli.note("interrupted; it ends after the computation in progress, and Ctrl-C again ends it at once")
+
+    def take(number: int) -> None:
+        if signal.getsignal(number) not in (signal.default_int_handler, _terminate):
+            return
+        if number in repeated:
+            return repeated.remove(number)
+        taken.append(number)
+        if len(taken) > 1:
+            _leave(number)
+        if number == signal.SIGINT:
+            _later(PATIENCE_S, explain)
+
+    def raise_again(ignored: Any) -> None:
+        """Takes an error that Python ignores, of a finalizer or a callback of the garbage collector: it may be that of a signal."""
+        if not isinstance(ignored.exc_value, KeyboardInterrupt):
+            return before(ignored)
+        number = signal.SIGTERM if isinstance(ignored.exc_value, failure.Terminated) else signal.SIGINT
+        repeated.append(number)
+        _later(REPEAT_S, lambda: os.kill(os.getpid(), number))
+
+    with failure.signals_in_thread(take):
+        before, sys.unraisablehook = sys.unraisablehook, raise_again
+        try:
+            yield
+        except (ValueError, OSError, RuntimeError) as error:
+            if taken:
+                raise failure.Terminated() if taken[0] == signal.SIGTERM else KeyboardInterrupt() from error
+            raise
+        finally:
+            sys.unraisablehook = before
+
+
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Ends the process immediately: its usual end waits for threads that compile, which takes minutes."""
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, SHOW_CURSOR)  # a progress display hides it
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -28,7 +28,7 @@ from rl.learning.learner import train_step
 from rl.protocol.ledger import ledger as ledger_lib
 from rl.swarm import rollout_system
 from sharding.mesh import checkpoint
-from sharding.system.multihost import failure
+from sharding.system.multihost import failure, hosts
 from sharding.weights import bucket
 from sharding.weights.bucket import mirror
 from tests.support import commands, ledgers, proxy, tiny, tiny_run
@@ -211,12 +211,19 @@ def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_
     assert f"--watch sees no later state of {url}, the working directory of a run" in capfd.readouterr().err
 
 
+def notice(number):
+    """Sends this process a signal, and waits until a thread has taken it."""
+    signal.raise_signal(number)
+    while not hosts.ALONE.is_terminating:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_notice_in_the_last_step_ends_the_run_before_its_evaluation(number, run_main, tmp_path, monkeypatch):
     go_on, evaluate = threading.Event(), Rollouts.evaluate
     monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
     monkeypatch.setattr(Rollouts, "fail", lambda self, error: go_on.set())
-    monkeypatch.setattr(Rollouts, "publish", lambda _, policy: policy.version == 2 and signal.raise_signal(number))
+    monkeypatch.setattr(Rollouts, "publish", lambda _, policy: policy.version == 2 and notice(number))
     with pytest.raises(failure.Terminated, match="checkpoint of step 2"):
         run_main(plain_loss)
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 2]
@@ -233,7 +240,7 @@ def test_sigterm_to_the_whole_group_saves_although_the_workers_are_dead(run_main
 
     def publish(self, policy):
         if policy.version == 1:
-            signal.raise_signal(signal.SIGTERM)
+            notice(signal.SIGTERM)
             died.set()
             time.sleep(0.2)  # until the future of the evaluation has failed
 

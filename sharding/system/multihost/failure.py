@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sharding.system.multihost import transport
@@ -29,8 +29,12 @@ DEATH = "its process ended without an error report (killed, or out of memory); s
 class Terminated(KeyboardInterrupt):
     """Raised after SIGTERM or Ctrl-C; its argument, if there is one, names the step of which the state of the run is saved."""
 
+    number: int = signal.SIGTERM  # the signal
+
     def __str__(self) -> str:
         saved = f", with a checkpoint of {self.args[0]}" if self.args else ""
+        if self.number == signal.SIGINT:
+            return f"interrupted{saved}; the same command resumes"
         return f"terminated{saved}; the same command resumes"
 
 
@@ -55,6 +59,7 @@ class Shutdown:
         self._reports: list[ErrorReport] = []
         self._lock, self._exiting = threading.Lock(), threading.Lock()
         self._traceback = ""
+        self._signals = contextlib.ExitStack()  # never closed: until the end of the process
 
     def report(self, error: BaseException) -> ErrorReport:
         """Sends an error of this host to host 0, and returns the report of it. All hosts end soon after."""
@@ -105,21 +110,16 @@ class Shutdown:
 
     def watch_signals(self, on_notice: Callable[[], bool]) -> None:
         """Makes SIGTERM and Ctrl-C end all hosts, even while the main thread is blocked, but not a SIGTERM at which `on_notice` is True."""
-        reader, self._wakeup = socket.socketpair()
-        self._wakeup.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+
+        def handle(number: int) -> None:
+            if number == signal.SIGTERM and on_notice():
+                return
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self.submit(ErrorReport(INTERRUPTED, self._peers.index, INTERRUPTION, 128 + number))
+
+        self._signals.enter_context(signals_in_thread(handle))
         # Without a handler Python would not write the signal's number to the wakeup socket.
         signal.signal(signal.SIGTERM, lambda *_: None)
-
-        def watch():
-            while True:
-                number = reader.recv(1)[0]
-                if number == signal.SIGTERM and on_notice():
-                    continue
-                if number in (signal.SIGINT, signal.SIGTERM):
-                    self.submit(ErrorReport(INTERRUPTED, self._peers.index, INTERRUPTION, 128 + number))
-
-        threading.Thread(target=watch, name="signals", daemon=True).start()
 
     def _settle(self) -> None:
         time.sleep(SETTLE_S)
@@ -135,3 +135,26 @@ class Shutdown:
         for thread in threads:
             thread.join(2.0)
         self.exit(end)
+
+
+@contextlib.contextmanager
+def signals_in_thread(handle: Callable[[int], None]) -> Iterator[None]:
+    """Has a thread call `handle(number)` for each signal with a handler in the block, even while a computation blocks the main thread.
+
+    Only for the main thread. The handler itself runs as usual: once the main thread is back in code of Python.
+    """
+    reader, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+
+    def watch() -> None:
+        with reader:
+            while number := reader.recv(1):
+                handle(number[0])
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        wakeup.close()

@@ -39,6 +39,7 @@ class Hosts:
         self._changed = threading.Condition()
         # For `terminable`: we are in its block; this host got SIGTERM; some host did.
         self._is_terminable = self._is_signaled = self.is_terminating = False
+        self._notice: int = signal.SIGTERM  # the signal that a process alone took first
         self._answers: dict[int, queue.SimpleQueue] = {host: queue.SimpleQueue() for host in range(1, count)}
         self._met: dict[str, dict[int, Any]] = {"process": {}, "leave": {}}  # kind of barrier -> host -> its value
 
@@ -99,22 +100,35 @@ class Hosts:
         """
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
-        before = {number: signal.signal(number, self._terminate_alone) for number in NOTICES} if alone else {}
-        try:
-            yield
-        except failure.Terminated:
-            self._is_signaled = self.is_terminating = False  # a further run of this process begins without a notice
-            raise
-        finally:
-            self._is_terminable = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with self._noticing() if alone else contextlib.nullcontext():
+            try:
+                yield
+            except failure.Terminated as error:
+                error.number = self._notice
+                self._is_signaled = self.is_terminating = False  # a further run of this process begins without a notice
+                raise
+            finally:
+                self._is_terminable = False
 
-    def _terminate_alone(self, number: int, frame) -> None:
+    @contextlib.contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Has a thread take the signals of a process alone during the block: a train step may block the main thread for minutes."""
+        with failure.signals_in_thread(self._terminate_alone):
+            before = {number: signal.signal(number, lambda *_: None) for number in NOTICES}
+            try:
+                yield
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _terminate_alone(self, number: int) -> None:
+        if number not in NOTICES:
+            return
+        self._notice = number  # the first, since the second ends the process
         if not self._take_notice():
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        elif number == signal.SIGINT:
+            line = f"error: {failure.INTERRUPTION}"
+            self._shutdown.exit({"host": self.index, "line": line, "code": 128 + number})
+        if number == signal.SIGINT:
             # The terminal may be gone, or a line is being printed just now.
             with contextlib.suppress(OSError, RuntimeError):
                 cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")

@@ -94,15 +94,68 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
         assert arguments is not wrong or "(did you mean --config.rl.num_steps?)" in lines[0]
 
 
-@pytest.mark.parametrize("after_s", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
-def test_ctrl_c_during_the_imports_ends_a_command(tmp_path, after_s):
-    """It printed a traceback, or an extension module hid it, and the run went on."""
-    text = f"import os, signal, threading\nthreading.Timer({after_s}, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+@pytest.mark.parametrize(
+    ("number", "after_s", "word"),
+    [(2, 0.0, "interrupted"), pytest.param(2, 1.0, "interrupted", marks=pytest.mark.slow), (15, 0.0, "terminated")],
+)
+def test_a_signal_during_the_imports_ends_a_command(tmp_path, number, after_s, word):
+    """It printed a traceback, or an extension module hid it, and the run went on; SIGTERM ended it without a line."""
+    text = f"import os, threading\nthreading.Timer({after_s}, os.kill, [os.getpid(), {number}]).start()\n"
     (tmp_path / "c.py").write_text(text + "from configs.quickstart import get_config\n")
     command = [sys.executable, "-m", "rl.train", f"--config={tmp_path}/c.py", f"--workdir={tmp_path}/w"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 130 and result.stderr.startswith("error: interrupted; ")
+    assert result.returncode == 128 + number and result.stderr.startswith(f"error: {word}; ")
     assert result.stderr.count("\n") == 1 and not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        # The exit of Python joins the threads of pools: the process stayed for minutes after its last line.
+        ("futures.ThreadPoolExecutor(1).submit(compute); raise KeyboardInterrupt", ["error: interrupted; "]),
+        # A computation in the main thread held both signals.
+        ("send(2, 3.0); compute()", ["interrupted; it ends after", "error: interrupted; "]),
+        # Python ignores an error in __del__.
+        ("finalized.append(Finalized()); finalized.clear(); time.sleep(60)", ["error: terminated; "]),
+        ("send(15); fail_if_interrupted()", ["error: terminated; "]),
+    ],
+)
+def test_a_signal_ends_a_command_soon_and_with_its_line(tmp_path, code, lines):
+    program = f"""
+import hashlib, os, signal, sys, threading, time
+from concurrent import futures
+from rl.experiment import command
+
+sys.argv[1:] = ["--config=configs/quickstart.py", "--workdir={tmp_path}/w"]
+command.parse()
+command.PATIENCE_S, finalized = 0.1, []
+
+def compute():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no code of Python runs for minutes
+
+def send(number, *again_s):
+    for seconds in (0.5, *again_s):
+        threading.Timer(seconds, os.kill, [os.getpid(), number]).start()
+
+def fail_if_interrupted():  # as with a child of the same process group, which ends first
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        raise ValueError("the worker0 process ended")
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(15)
+
+def main():
+    {code}
+
+command.run(main)
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    found = result.stderr.splitlines()
+    assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
+    assert result.returncode == (143 if "terminated" in lines[-1] else 130)
 
 
 def test_a_python_without_jax_is_one_line():

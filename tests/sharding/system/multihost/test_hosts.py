@@ -251,15 +251,43 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
         assert ("Traceback" in err) == (case == "bug" and index == host), err  # a bug keeps it, on its own host
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_alone_notices_one_signal_per_run(number, capsys):
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGTERM, "terminated, "), (signal.SIGINT, "interrupted, ")])
+def test_a_process_alone_notices_one_signal_per_run(number, word, monkeypatch):
+    notes, wanted = [], 1 if number == signal.SIGINT else 0
+    monkeypatch.setattr(hosts.cli, "note", notes.append)
     alone, before = hosts.Hosts(), signal.getsignal(number)
     for _ in range(2):
-        with pytest.raises(failure.Terminated), alone.terminable():
+        with pytest.raises(failure.Terminated) as caught, alone.terminable():
             signal.raise_signal(number)
-            assert alone.is_terminating and ("Ctrl-C again" in capsys.readouterr().err) == (number == signal.SIGINT)
+            proxy.wait_until(lambda: alone.is_terminating and len(notes) == wanted, 60, "the thread that takes it")
+            assert all("Ctrl-C again" in note for note in notes)
+            notes.clear()
             raise failure.Terminated("step 7")
         assert not alone.is_terminating and signal.getsignal(number) == before
+        assert caught.value.number == number and str(caught.value).startswith(word)
+
+
+def test_a_second_ctrl_c_ends_a_process_alone_in_the_middle_of_a_computation():
+    """A train step of minutes held both: its user saw nothing, and then a process that ended without a line."""
+    program = """
+import hashlib
+from sharding.system.multihost import hosts
+
+with hosts.ALONE.terminable():
+    print("computes", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no code of Python runs for minutes
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "computes\n"
+        process.send_signal(signal.SIGINT)
+        assert "Ctrl-C again" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == f"error: {failure.INTERRUPTION}\n" and process.returncode == 130
+    finally:
+        process.kill()
 
 
 def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
