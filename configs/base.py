@@ -280,7 +280,7 @@ def get_config() -> config_dict.ConfigDict:
     c.checkpoint = config_dict.ConfigDict(dict(every=20, every_minutes=0.0, keep=3))
 
     # Trajectories that were trained on (rl/experiment/redaction.py): "drop" or "encrypt" those of steps that are `keep_steps` before the newest
-    # checkpoint; their hashes stay. recipient: a public key of `python -m rl.retention key`.
+    # checkpoint; their hashes stay. recipient: a public key of `python -m rl.rollouts key`.
     c.retention = config_dict.ConfigDict(dict(mode="keep", keep_steps=100, recipient=""))
 
     # Publishing of weights (sharding/weights/broadcast/publish.py), signed with the key <workdir>/weights.key.
@@ -320,7 +320,7 @@ def get_config() -> config_dict.ConfigDict:
     p.control_token_file = ""  # remote: file with their token, created if absent; "": WORKDIR/control.token
     p.server_keys = ()  # remote: public keys (hex) of servers, relays, and validators that sign in (--orchestrator, --key)
     p.workers = ()  # remote: public keys (hex) of invited workers; trust.admission is the rule for others
-    # remote: URL of the control listener of `python -m rl.orchestrator`; "": the learner's process has the orchestrator.
+    # remote: URL of the control listener of `python -m rl.swarm.orchestrator`; "": the learner's process has the orchestrator.
     p.orchestrator = ""
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""

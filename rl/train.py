@@ -2,7 +2,7 @@
 
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from (rl/running.py).
+1. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from (rl/swarm/running.py).
 2. The rollout system starts (rl/swarm/rollout_system.py): broadcast, inference server, workers and validator, led by the orchestrator.
 3. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
 4. Held-out score before and after, report.html.
@@ -46,7 +46,7 @@ from jax.experimental import multihost_utils
 
 from inference.server import metrics_routes, startup
 from models import hub
-from rl import running
+from rl import sft
 from rl.envs.foreign import process as process_lib
 from rl.envs.hub import tryout
 from rl.evaluation import scores
@@ -60,7 +60,7 @@ from rl.learning.batch import packing
 from rl.learning.learner import optimizers
 from rl.learning.learner import reference as reference_lib
 from rl.protocol import task_schedule
-from rl.swarm import rollout_system
+from rl.swarm import rollout_system, running
 from rl.trust.verification import run_bands
 from sharding.mesh import programs
 from sharding.system import cli, sockets
@@ -106,7 +106,7 @@ def train(
     """
     num_steps = exp.config.rl.num_steps
     adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
-    with running.started(exp, mesh, workdir, hosts, log) as run:
+    with running.started(exp, mesh, workdir, hosts, log, sft.train) as run:
         first, checkpointer, progress = run.first, run.checkpointer, run.place.progress
         retention = redaction.Rule(**exp.config.retention.to_dict())
         profile = programs.Profiler(workdir / "profile", exp.config.profile.steps)

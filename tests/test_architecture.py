@@ -22,7 +22,7 @@ ROOMS = {
     "sharding": ("mesh", "weights", "system"),
 }
 MAX_FILES = 14  # in one folder: more is a list to search, not a room
-MAX_COMMANDS = 20  # files directly in rl, which people list by `python -m rl.`
+MAX_COMMANDS = 16  # files directly in rl, which people list by `python -m rl.`
 MAX_LINES = 550  # in one file: beyond, it has two nouns
 NO_ENVIRONMENT = (
     "rl.learning.learner.train_step",

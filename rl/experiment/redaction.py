@@ -47,7 +47,7 @@ class Rule:
         if self.keep_steps < 0:
             raise ValueError(f"retention.keep_steps = {self.keep_steps} must be at least 0; raise it")
         if (self.mode == "encrypt") != bool(self.recipient):
-            remedy = "set it to the key that python -m rl.retention key prints, with retention.mode = 'encrypt' alone"
+            remedy = "set it to the key that python -m rl.rollouts key prints, with retention.mode = 'encrypt' alone"
             raise ValueError(f"retention.recipient = {self.recipient!r} and retention.mode = {self.mode!r}; {remedy}")
         if self.recipient and not text_lib.is_hex(self.recipient):
             raise ValueError(f"retention.recipient = {self.recipient!r} is not a public key; write 64 hex digits")
@@ -107,9 +107,9 @@ def load_or_create_key(path: str | os.PathLike) -> x25519.X25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(pathlib.Path(path).read_bytes(), None)
     except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-        raise ValueError(f"{path} is not a private key ({error}); give a file of python -m rl.retention key") from error
+        raise ValueError(f"{path} is not a private key ({error}); give a file of python -m rl.rollouts key") from error
     if not isinstance(key, x25519.X25519PrivateKey):
-        raise ValueError(f"{path} is a key of another kind; give a file of python -m rl.retention key")
+        raise ValueError(f"{path} is a key of another kind; give a file of python -m rl.rollouts key")
     return key
 
 

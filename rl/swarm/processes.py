@@ -113,7 +113,7 @@ def _learner(options: Sequence[str], port: int, connect: Connect, metrics: str) 
     if not metrics:
         return [supervisor.Spec("learner", "learner", ["rl.train", *options])]
     control = f"--config.topology.orchestrator={connect(frozenset({'learner', 'orchestrator'}), port)}"
-    orchestrator = ["rl.orchestrator", *options, f"--control=127.0.0.1:{port}", f"--metrics={metrics}"]
+    orchestrator = ["rl.swarm.orchestrator", *options, f"--control=127.0.0.1:{port}", f"--metrics={metrics}"]
     learner = supervisor.Spec("learner", "learner", ["rl.train", *options, control], port)
     return [supervisor.Spec("orchestrator", "orchestrator", orchestrator), learner]
 

@@ -10,7 +10,11 @@ from tests.support import commands
 
 URL, NONE = "http://127.0.0.1:1", "/nowhere"
 SERVE = ["inference.serve", "--weights", NONE, "--port", "0"]
-APART = ["rl.orchestrator", "--config.topology.mode=remote", "--config.topology.server_keys=('" + 64 * "a" + "',)"]
+APART = [
+    "rl.swarm.orchestrator",
+    "--config.topology.mode=remote",
+    "--config.topology.server_keys=('" + 64 * "a" + "',)",
+]
 RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
 
 
@@ -76,7 +80,7 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["rl.orchestrator"], "set topology.mode = 'remote'"),
+        (["rl.swarm.orchestrator"], "set topology.mode = 'remote'"),
         ([*APART, "--metrics=x"], "the address of metrics is 'x'; give PORT, or HOST:PORT"),
         ([*APART, "--control=nonsense:70000"], "write HOST:PORT, or ./nonsense:70000 for a path"),
         (["rl.export", "--output=x", "--config.mesh.fsdp=7"], "as in --config.mesh.fsdp=-1 --config.mesh.tensor=1"),

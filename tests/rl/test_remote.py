@@ -113,7 +113,7 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp
     overrides = topology(server_port, control_port, relay_port) | {"topology.port": port}
     start = Starter(tmp_path, request)
     listener = f"--control=127.0.0.1:{learner_port}"
-    orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
+    orchestrator = [*tiny_run.command(workdir, module="rl.swarm.orchestrator", **overrides)[1:], listener]
     there = {"topology.orchestrator": f"http://127.0.0.1:{learner_port}"}
     learner = tiny_run.command(workdir, **overrides, **there)[1:]
     start("orchestrator", *orchestrator)

@@ -46,16 +46,16 @@ def test_rollouts_come_back_as_they_were(tmp_path, capsys):
     signed = rollout_lib.sign_all([groups.rollout(GROUP, 0), *two_turns()], KEY)
     parquet.write(tmp_path / "r.parquet", signed)
     argv = ["export", tmp_path / "r.parquet", "--tokenizer", "byte_chatml", "--out", tmp_path / "traces.jsonl"]
-    assert commands.run("rl.traces", *argv) == 0
+    assert commands.run("rl.rollouts", *argv) == 0
     lines = [json.loads(line) for line in (tmp_path / "traces.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and [len(line["traces"][0]["nodes"]) for line in lines] == [2, 6]
-    assert commands.run("rl.traces", "import", tmp_path / "traces.jsonl", "--out", tmp_path / "b.parquet") == 0
+    assert commands.run("rl.rollouts", "import", tmp_path / "traces.jsonl", "--out", tmp_path / "b.parquet") == 0
     back = parquet.read(tmp_path / "b.parquet")
     assert [rollout_lib.digest(one) for one in back] == [rollout_lib.digest(one) for one in signed]
     assert all(rollout_lib.is_signed(one, rollout_lib.digest(one)) for one in back)
     assert (
         commands.run(
-            "rl.traces", "import", tmp_path / "traces.jsonl", "--out", tmp_path / "s.jsonl", "--min_reward", "0.5"
+            "rl.rollouts", "import", tmp_path / "traces.jsonl", "--out", tmp_path / "s.jsonl", "--min_reward", "0.5"
         )
         == 0
     )
@@ -151,9 +151,9 @@ def test_traces_of_others_become_conversations(tmp_path, capsys):
     assert row["tools"] == [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}]
     text = json.dumps(FOREIGN, ensure_ascii=False).replace('"U"', '"U\u2028"') + "\n"  # not the end of a line of JSON
     (tmp_path / "t.jsonl").write_text(text, encoding="utf-8")
-    assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "r.parquet") == 1
+    assert commands.run("rl.rollouts", "import", tmp_path / "t.jsonl", "--out", tmp_path / "r.parquet") == 1
     assert "no proofs and signatures" in capsys.readouterr().err
-    assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 0
+    assert commands.run("rl.rollouts", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 0
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_traces_of_others_become_conversations(tmp_path, capsys):
 )
 def test_other_files_are_refused_with_the_line(tmp_path, capsys, text):
     (tmp_path / "t.jsonl").write_text(json.dumps(FOREIGN) + "\n" + text + "\n")
-    assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 1
+    assert commands.run("rl.rollouts", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 1
     err = capsys.readouterr().err
     assert ":2 is not an episode" in err or "has no conversation" in err

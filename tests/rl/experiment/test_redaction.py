@@ -41,12 +41,12 @@ def test_dropped_steps_are_audited_by_their_digests(run):
 
 def test_encrypted_steps_open_with_the_private_key_alone(run, tmp_path, capsys):
     data = recorded_run.path(run, 1).read_bytes()
-    assert commands.run("rl.retention", "key", "--key", tmp_path / "reader.pem") == 0
+    assert commands.run("rl.rollouts", "key", "--key", tmp_path / "reader.pem") == 0
     recipient = capsys.readouterr().out.strip()
     assert redaction.apply(run, 4, redaction.Rule("encrypt", 0, recipient)) == [1, 2, 3, 4]
     sealed = run / "rollouts" / "step_1" / redaction.SEALED
     assert data[40:80] not in sealed.read_bytes() and not audited(run).findings
-    assert commands.run("rl.retention", "open", run, "--key", tmp_path / "reader.pem") == 0
+    assert commands.run("rl.rollouts", "open", run, "--key", tmp_path / "reader.pem") == 0
     assert recorded_run.path(run, 1).read_bytes() == data and len(parquet.read(recorded_run.path(run, 4))) == 4
     assert audited(run).num_redacted == 0 and not audited(run).findings
 
@@ -92,5 +92,5 @@ def test_wrong_rules_are_refused(fields, text):
 
 
 def test_a_folder_without_checkpoint_is_refused(tmp_path, capsys):
-    assert commands.run("rl.retention", "drop", tmp_path, "--keep_steps", "1") == 1
+    assert commands.run("rl.rollouts", "drop", tmp_path, "--keep_steps", "1") == 1
     assert "has no checkpoint" in capsys.readouterr().err

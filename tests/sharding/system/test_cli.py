@@ -13,7 +13,7 @@ from tests.support import commands, proxy, tiny_run
 COMMANDS = (
     "bench.broadcast bench.cheats bench.forward bench.grpo_step bench.inference bench.inference_flips "
     "bench.inference_verify bench.load bench.logprobs bench.toploc inference.chat inference.serve models.hf "
-    "rl.ledger rl.report rl.validator rl.worker sharding.broadcast sharding.relay"
+    "rl.ledger rl.report rl.rollouts rl.validator rl.worker sharding.broadcast sharding.relay"
 ).split()
 
 

@@ -1,4 +1,4 @@
-"""The orchestrator of a run in another process (`python -m rl.orchestrator`), with the methods of one in this process.
+"""The orchestrator of a run in another process (`python -m rl.swarm.orchestrator`), with the methods of one in this process.
 
 Every call is repeated until the orchestrator answers, so that it may be restarted at any moment; a repeated call has no second effect.
 It also takes the place of the run's ledger, which belongs to that process.
@@ -60,7 +60,7 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
     def check(self, fields: dict) -> None:
         """Waits for the orchestrator. Raises ValueError if another server answers, or it has another token or other config fields."""
         if self._call("check", fields=fields) is not True:
-            found = f"topology.orchestrator = {self._address!r} is not the control listener of rl.orchestrator"
+            found = f"topology.orchestrator = {self._address!r} is not the control listener of rl.swarm.orchestrator"
             raise ValueError(f"{found}; set it to the URL that it prints for the learner")
 
     def attach(self, fields: dict, step: int, state: dict, head: str | None) -> None:

@@ -234,7 +234,7 @@ def test_what_is_refused(site):
     other._http = httpx.Client(
         base_url="http://x", transport=httpx.MockTransport(lambda request: httpx.Response(200, text="<html>"))
     )
-    with pytest.raises(ValueError, match="is not the control listener of rl.orchestrator; set it to the URL"):
+    with pytest.raises(ValueError, match="is not the control listener of rl.swarm.orchestrator; set it to the URL"):
         other.check({"seed": 0})
     for call in (stranger.head, lambda: stranger.check({"seed": 0})):
         with pytest.raises(ValueError, match="the control token is missing or wrong"):

@@ -1,7 +1,7 @@
-"""A run of the learner: all that the loop of rl/train.py uses, started in order and ended in reverse.
+"""A run of the learner: all that the loop of `rl.train` uses, started in order and ended in reverse.
 
 1. `_recording`: the files and the display that metrics go to.
-2. `_restored`: the train state, of the newest checkpoint or after the warm-up (rl/sft.py). While the warm-up takes steps, the processes
+2. `_restored`: the train state, of the newest checkpoint or after the warm-up. While the warm-up takes steps, the processes
    of the rollout system start, and the train step compiles.
 3. `_published`: the policy of that state, with its name in the ledger.
 4. `_serving`: the rollout system (rl/swarm/rollout_system.py) on the first host; the inference server in this process, if it is colocated.
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from inference.server import metrics_routes
-from rl import evaluate, sft
+from models import transformer
 from rl.experiment import experiment, layout
 from rl.experiment import workdir as run_directory
 from rl.experiment.reporting import metrics, rollouts_page, start_clock
@@ -33,7 +33,7 @@ from rl.learning.learner import reference as reference_lib
 from rl.learning.learner import train_step
 from rl.protocol import task_schedule, timeline
 from rl.protocol.ledger import run_ledger
-from rl.swarm import colocated_server, live, rollout_system
+from rl.swarm import colocated_server, evaluations, live, rollout_system
 from rl.swarm.orchestrator import assembly
 from rl.swarm.orchestrator import orchestrator as orchestrator_lib
 from rl.swarm.orchestrator.remote import client
@@ -71,7 +71,7 @@ class FirstHost:
 
     orchestrator: Orchestrator
     ledger: Ledger
-    evaluations: evaluate.Evaluations
+    evaluations: evaluations.Evaluations
 
 
 @dataclasses.dataclass
@@ -128,16 +128,17 @@ def started(
     workdir: pathlib.Path,
     hosts: hosts_lib.Hosts,
     log: run_logs.Log | None,
+    warm_up: Callable[..., transformer.Params],
 ) -> Iterator[Run]:
     """Yields a run that is ready for its first step, and ends its parts after the block.
 
-    Restores the newest checkpoint, or runs the warm-up. Then starts the servers and workers, and waits for the compiled train step and
+    Restores the newest checkpoint, or runs the warm-up (`rl.sft.train`). Then starts the servers and workers, and waits for the compiled train step and
     the first held-out score.
     """
     with (
         _recording(exp, mesh, workdir, hosts, log) as place,
         run_directory.publisher(workdir, exp, hosts) as publisher,
-        _restored(place) as restored,
+        _restored(place, warm_up) as restored,
         _published(place, publisher, restored) as (ledger, publish, policy),
         _serving(place, restored, ledger, policy) as (orchestrator, server),
         _evaluating(place, restored, orchestrator, ledger) as first,
@@ -188,7 +189,7 @@ class _Restored:
 
 
 @contextlib.contextmanager
-def _restored(place: Place) -> Iterator[_Restored]:
+def _restored(place: Place, warm_up: Callable[..., transformer.Params]) -> Iterator[_Restored]:
     """Restores the newest checkpoint, or runs the warm-up; meanwhile processes start, and the train step compiles in a thread."""
     exp, hosts, workdir = place.exp, place.hosts, place.workdir
     learner = exp.learner(place.mesh)
@@ -211,13 +212,13 @@ def _restored(place: Place) -> Iterator[_Restored]:
             if begun:
                 begun.check()
 
-        warm_up = functools.partial(
-            sft.train, exp, place.mesh, workdir, place.writer, place.progress, hosts, before_warm_up_step
+        warmed_up = functools.partial(
+            warm_up, exp, place.mesh, workdir, place.writer, place.progress, hosts, before_warm_up_step
         )
-        reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
+        reference = reference_lib.make(learner, warmed_up, vocab_size=exp.tokenizer.vocab_size)
         if not exp.config.warmup.num_steps:  # else when the warm-up has compiled its own
             compiled()
-        state, start, saved = _restore_or_warm_up(place, learner, checkpointer, warm_up)
+        state, start, saved = _restore_or_warm_up(place, learner, checkpointer, warmed_up)
         start_clock.mark("state")
         yield _Restored(learner, checkpointer, state, start, saved, reference, compiled(), begun, remote)
 
@@ -237,7 +238,7 @@ def _remote(place: Place) -> contextlib.AbstractContextManager:
     )
 
 
-def _restore_or_warm_up(place: Place, learner, checkpointer: checkpoint.Checkpointer, warm_up):
+def _restore_or_warm_up(place: Place, learner, checkpointer: checkpoint.Checkpointer, warmed_up):
     """Restores the newest checkpoint, or runs the warm-up (step 0). Returns (train state, its step, the rest of the checkpoint)."""
     config, progress = place.exp.config, place.progress
     if restored := checkpointer.restore(train_step.abstract_state(learner)):
@@ -248,7 +249,7 @@ def _restore_or_warm_up(place: Place, learner, checkpointer: checkpoint.Checkpoi
         progress.say(f"resuming after step {step} from {place.workdir / 'checkpoints'}")
         return state, step, host_state
     progress.note(f"loading {config.init_from}" if config.init_from else "preparing the warm-up")
-    params = warm_up()
+    params = warmed_up()
     progress.note("creating the train state")
     state = train_step.init_state(jax.random.key(config.seed), learner, params)
     del params
@@ -388,13 +389,13 @@ def _evaluating(
     if orchestrator is None or ledger is None:
         yield None
         return
-    with evaluate.Evaluations(place.exp, orchestrator, place.workdir, place.writer, place.progress) as evaluations:
+    with evaluations.Evaluations(place.exp, orchestrator, place.workdir, place.writer, place.progress) as found:
         # Read at every resume: a damaged file must not wait for the last step.
-        if (score := evaluate.saved_score(place.workdir, restored.start)) is not None:
+        if (score := evaluations.saved_score(place.workdir, restored.start)) is not None:
             restored.checkpointer.score(restored.start, score)
         else:
-            evaluations.begin(restored.start)
-        yield FirstHost(orchestrator, ledger, evaluations)
+            found.begin(restored.start)
+        yield FirstHost(orchestrator, ledger, found)
 
 
 def _feed(place: Place, remote: client.RemoteOrchestrator | None) -> Callable[[int, Any], packing.TrainBatch]:

@@ -1,6 +1,6 @@
 """The orchestrator of a run as a process of its own, which may be restarted at any moment: so may the learner.
 
-    python -m rl.orchestrator --config=configs/NAME.py --workdir=DIRECTORY --control=HOST:PORT
+    python -m rl.swarm.orchestrator --config=configs/NAME.py --workdir=DIRECTORY --control=HOST:PORT
 
 1. It has the ledger, the log of accepted groups, and the validator (or the list of `trust.validators`) of the run, and serves its
    workers and servers at `topology.host` and `topology.port`: set the port, so that they find it again.
