@@ -36,18 +36,15 @@ from rl.envs import environment
 def build(*, largest: int = 99, seed: int = 0) -> environment.Environment:
     """Builds the environment; its keyword arguments are the options `env.options`."""
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            a, b = random.Random(number).choices(range(largest + 1), k=2)
-            messages = ({{"role": "user", "content": f"{{a}} + {{b}} = ?"}},)
-            return environment.Task("{name}", index, split, messages, answer=str(a + b))
-
-        return environment.first_in_split("{name}", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        a, b = random.Random(number).choices(range(largest + 1), k=2)
+        messages = ({{"role": "user", "content": f"{{a}} + {{b}} = ?"}},)
+        return environment.Task("{name}", index, split, messages, answer=str(a + b))
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         return {{"reward": float(completion.strip() == task.answer)}}
 
-    return environment.Environment("{name}", make_task, score)
+    return environment.Environment("{name}", environment.drawn("{name}", seed, draw), score)
 '''
 _TEST = """import {name}
 

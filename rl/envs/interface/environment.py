@@ -7,18 +7,15 @@ An environment is a function that returns an `Environment`; `env.name = "module:
     >>> def build(*, largest: int = 99, seed: int = 0) -> environment.Environment:
     ...     """Builds an environment of sums of two numbers up to `largest`."""
     ...
-    ...     def make_task(index: int, split: str) -> environment.Task:
-    ...         def draw(number: int) -> environment.Task:
-    ...             a, b = random.Random(number).choices(range(largest + 1), k=2)
-    ...             messages = ({"role": "user", "content": f"{a} + {b} = ?"},)
-    ...             return environment.Task("add", index, split, messages, answer=str(a + b))
-    ...
-    ...         return environment.first_in_split("add", seed, split, index, draw)
+    ...     def draw(number: int, index: int, split: str) -> environment.Task:
+    ...         a, b = random.Random(number).choices(range(largest + 1), k=2)
+    ...         messages = ({"role": "user", "content": f"{a} + {b} = ?"},)
+    ...         return environment.Task("add", index, split, messages, answer=str(a + b))
     ...
     ...     def score(task: environment.Task, completion: str) -> dict[str, float]:
     ...         return {"reward": float(completion.strip() == task.answer), "length": float(len(completion))}
     ...
-    ...     return environment.Environment("add", make_task, score)
+    ...     return environment.Environment("add", environment.drawn("add", seed, draw), score)
 
     >>> env = build(largest=9)
     >>> task = env.make_task(0, "train")
@@ -100,27 +97,32 @@ class Environment:
     num_held_out: int = 0  # different held-out tasks; 0: as many as a run needs
 
 
-def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
-    """Draws tasks at random until the prompt of one belongs to `split`, and returns this task; the first one if all prompts are equal.
+def drawn(name: str, seed: int, draw: Callable[[int, int, str], Task | None]) -> Callable[[int, str], Task]:
+    """Returns the `make_task` of an environment that draws its tasks at random.
 
-    `draw(number)` makes a task from a 64-bit number, or returns None if the number gives no usable task. The numbers depend
-    on the other arguments alone, so the result is always the same. Raises ValueError if none of MAX_ATTEMPTS draws is usable.
+    It draws until the prompt of a task belongs to the split; if all prompts are equal, the first task counts. `draw(number, index, split)`
+    makes a task from a 64-bit number, or returns None if the number gives no usable task. The numbers depend on `name`, `seed`, and the
+    task's split and index alone, so the result is always the same. `make_task` raises ValueError if none of MAX_ATTEMPTS draws is usable.
     """
-    first, prompts, differ = None, set(), False
-    for attempt in range(MAX_ATTEMPTS):
-        if (task := draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"))) is None:
-            continue
-        prompt = prompt_text([message for message in task.messages if message["role"] != "system"])
-        if split_of(prompt) == split:
-            return task
-        first, prompts = first or task, prompts | {prompt}
-        differ = differ or task != first
-        if attempt >= MAX_EQUAL and len(prompts) == 1 and differ:  # else there is one task only
-            return first
-    raise ValueError(
-        f"environment {name} drew no usable {split} prompt for task {index} in {MAX_ATTEMPTS} attempts: too few prompts "
-        "are possible to hold some out; widen its options (env.options)"
-    )
+
+    def make_task(index: int, split: str) -> Task:
+        first, prompts, differ = None, set(), False
+        for attempt in range(MAX_ATTEMPTS):
+            if (task := draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"), index, split)) is None:
+                continue
+            prompt = prompt_text([message for message in task.messages if message["role"] != "system"])
+            if split_of(prompt) == split:
+                return task
+            first, prompts = first or task, prompts | {prompt}
+            differ = differ or task != first
+            if attempt >= MAX_EQUAL and len(prompts) == 1 and differ:  # else there is one task only
+                return first
+        raise ValueError(
+            f"environment {name} drew no usable {split} prompt for task {index} in {MAX_ATTEMPTS} attempts: too few prompts "
+            "are possible to hold some out; widen its options (env.options)"
+        )
+
+    return make_task
 
 
 def asked(question: str, system_prompt: str = "") -> tuple[dict, ...]:

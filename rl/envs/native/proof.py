@@ -61,18 +61,15 @@ def build(
     if "mp" not in (chosen := rules.split()) or {*chosen} - RULES.keys():
         raise ValueError(f"env.options.rules = {rules!r}; choose mp, and more of {' '.join(RULES)}")
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task | None:
-            rng = random.Random(number)
-            problem = _problem(rng, rng.randint(min_steps, max_steps), extra, chosen)
-            if problem is None:
-                return None
-            premises, goal, proof = problem
-            lines = [f"{at} {text(premise)}" for at, premise in enumerate(premises, start=1)]
-            messages = environment.asked("\n".join([*lines, f"Prove {text(goal)}"]), system_prompt)
-            return environment.Task("proof", index, split, messages, proof, info={"premises": premises, "goal": goal})
-
-        return environment.first_in_split("proof", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task | None:
+        rng = random.Random(number)
+        problem = _problem(rng, rng.randint(min_steps, max_steps), extra, chosen)
+        if problem is None:
+            return None
+        premises, goal, proof = problem
+        lines = [f"{at} {text(premise)}" for at, premise in enumerate(premises, start=1)]
+        messages = environment.asked("\n".join([*lines, f"Prove {text(goal)}"]), system_prompt)
+        return environment.Task("proof", index, split, messages, proof, info={"premises": premises, "goal": goal})
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         lines = completion.strip().splitlines()
@@ -82,7 +79,7 @@ def build(
         is_proof = len(known) == len(lines) and known[-1] == task.info["goal"]
         return {"reward": float(is_proof), "valid": len(known) / len(lines), "lines": float(len(lines))}
 
-    return environment.Environment("proof", make_task, score)
+    return environment.Environment("proof", environment.drawn("proof", seed, draw), score)
 
 
 def proved(premises: Sequence[Formula], lines: Sequence[str]) -> list[Formula]:

@@ -99,24 +99,21 @@ def build(
     first = environment.stable_hash(f"{name}/{seed}") % 2**31
     items = reasoning_gym.create_dataset(dataset, seed=first, size=size, **config)
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task | None:
-            entry = items[number % size]
-            if environment.split_of(entry["question"]) != split:  # before the checker runs, which is slower
-                return None
-            answer = _reference(entry)
-            if answer is None or checked(dataset, items.score_answer, answer, entry) != (1.0, 0.0):
-                return None
-            messages = environment.asked(entry["question"], system_prompt)
-            return environment.Task(name, index, split, messages, answer, info={"entry": entry})
-
-        return environment.first_in_split(name, seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task | None:
+        entry = items[number % size]
+        if environment.split_of(entry["question"]) != split:  # before the checker runs, which is slower
+            return None
+        answer = _reference(entry)
+        if answer is None or checked(dataset, items.score_answer, answer, entry) != (1.0, 0.0):
+            return None
+        messages = environment.asked(entry["question"], system_prompt)
+        return environment.Task(name, index, split, messages, answer, info={"entry": entry})
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         number, error = checked(dataset, items.score_answer, completion, task.info["entry"])
         return {"reward": number if partial_credit else float(number >= 1.0), "score": number, "error": error}
 
-    return environment.Environment(name, make_task, score)
+    return environment.Environment(name, environment.drawn(name, seed, draw), score)
 
 
 def checked(dataset: str, checker: Callable, completion: str, entry: dict) -> tuple[float, float]:

@@ -34,14 +34,11 @@ def build(
     if reward not in REWARDS:
         raise ValueError(f"reward={reward!r}; choose one of {', '.join(REWARDS)}")
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            rng = random.Random(number)
-            text = "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
-            messages = environment.asked(f"Reverse: {text}")
-            return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text)
-
-        return environment.first_in_split("reverse_text", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        rng = random.Random(number)
+        text = "".join(rng.choices(alphabet, k=rng.randint(min_length, max_length)))
+        messages = environment.asked(f"Reverse: {text}")
+        return environment.Task("reverse_text", index, split, messages, answer=text[::-1], decoy=text)
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
         completion = completion.strip()
@@ -53,7 +50,7 @@ def build(
         }
         return {"reward": scores[reward], **scores}
 
-    return environment.Environment("reverse_text", make_task, score)
+    return environment.Environment("reverse_text", environment.drawn("reverse_text", seed, draw), score)
 
 
 def _lcs_length(a: str, b: str) -> int:

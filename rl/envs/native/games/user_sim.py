@@ -41,17 +41,14 @@ def build(
         raise ValueError(f"env.options.user = {user!r}; choose one of {', '.join(USERS)}")
     names = [*PROPERTIES][:properties]
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            rng = random.Random(number)
-            wishes = {name: rng.choice(PROPERTIES[name]) for name in names}
-            # The number separates the splits; all else of the prompt is equal.
-            content = f"Booking {rng.randrange(10**6)}: {' '.join(names)}?"
-            messages = environment.asked(content, system_prompt)
-            answer = " ".join(["order", *wishes.values()])
-            return environment.Task("user_sim", index, split, messages, answer, info={"wishes": wishes})
-
-        return environment.first_in_split("user_sim", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        rng = random.Random(number)
+        wishes = {name: rng.choice(PROPERTIES[name]) for name in names}
+        # The number separates the splits; all else of the prompt is equal.
+        content = f"Booking {rng.randrange(10**6)}: {' '.join(names)}?"
+        messages = environment.asked(content, system_prompt)
+        answer = " ".join(["order", *wishes.values()])
+        return environment.Task("user_sim", index, split, messages, answer, info={"wishes": wishes})
 
     def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
         answers = [m["content"] or "" for m in messages[len(task.messages) :] if m["role"] == "assistant"]
@@ -93,6 +90,7 @@ def build(
         return {"messages": [*messages, {"role": "assistant", "content": order}]}
 
     play = episode.conversation(score=score, reply=reply, max_turns=turns) if user == "scripted" else play_with_model
+    make_task = environment.drawn("user_sim", seed, draw)
     return environment.Environment(
         "user_sim", make_task, play=play, demonstrate=demonstrate if user == "scripted" else None
     )

@@ -48,15 +48,12 @@ def build(
         raise ValueError(f"env.options.guesses = {guesses}; choose 1 to 100")
     secrets = known[: words or len(known)]
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            rng = random.Random(number)
-            secret, game = rng.choice(secrets), rng.randrange(10**6)
-            prompt = f"Game {game}: {letters} letters, {guesses} guesses."
-            messages = environment.asked(prompt, system_prompt)
-            return environment.Task("wordle", index, split, messages, _guess(secret), info={"secret": secret})
-
-        return environment.first_in_split("wordle", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        rng = random.Random(number)
+        secret, game = rng.choice(secrets), rng.randrange(10**6)
+        prompt = f"Game {game}: {letters} letters, {guesses} guesses."
+        messages = environment.asked(prompt, system_prompt)
+        return environment.Task("wordle", index, split, messages, _guess(secret), info={"secret": secret})
 
     def reply(task: environment.Task, messages: Sequence[dict], state: object) -> list[dict] | None:
         left = guesses - sum(message["role"] == "assistant" for message in messages)
@@ -86,6 +83,7 @@ def build(
         return {"messages": messages}
 
     play = episode.conversation(score=score, reply=reply, max_turns=guesses)
+    make_task = environment.drawn("wordle", seed, draw)
     return environment.Environment("wordle", make_task, play=play, demonstrate=demonstrate, reward_range=(0.0, 2.2))
 
 

@@ -48,14 +48,11 @@ def build(
         answer, decoy = (grading.block(text) if text else "" for text in (made.solution, made.decoy))
         return environment.Task("code", index, split, messages, answer, decoy, {"tests": made.tests[:tests]})
 
-    def make_task(index: int, split: str) -> environment.Task:
-        if rows:
-            return task_of(rows[split][index % len(rows[split])], index, split)
+    def of_row(index: int, split: str) -> environment.Task:
+        return task_of(rows[split][index % len(rows[split])], index, split)
 
-        def draw(number: int) -> environment.Task:
-            return task_of(code_tasks.make(random.Random(number)), index, split)
-
-        return environment.first_in_split("code", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        return task_of(code_tasks.make(random.Random(number)), index, split)
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         hidden = task.info["tests"]
@@ -68,8 +65,9 @@ def build(
         value = fraction if reward == "fraction" else float(passed == len(hidden))
         return {"reward": value, "passed": fraction, "has_code": float(code is not None)}
 
-    num_tasks = len(rows["train"]) if rows else 0
-    return environment.Environment("code", make_task, num_tasks=num_tasks, play=play, kind="replayed")
+    if rows:
+        return environment.Environment("code", of_row, num_tasks=len(rows["train"]), play=play, kind="replayed")
+    return environment.Environment("code", environment.drawn("code", seed, draw), play=play, kind="replayed")
 
 
 def _read(path: pathlib.Path) -> dict[str, list[code_tasks.Made]]:

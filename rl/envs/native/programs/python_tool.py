@@ -58,16 +58,16 @@ def build(
     rows = _read(pathlib.Path(path)) if path else {}
     offered = [tools.of(python)] if protocol == "tools" else []
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def task(question: str, answer: str, code: str) -> environment.Task:
-            messages = environment.asked(question, instruction)
-            return environment.Task("python_tool", index, split, messages, f"Answer: {answer}", info={"code": code})
+    def task_of(asked: tuple[str, str, str], index: int, split: str) -> environment.Task:
+        question, answer, code = asked
+        messages = environment.asked(question, instruction)
+        return environment.Task("python_tool", index, split, messages, f"Answer: {answer}", info={"code": code})
 
-        if rows:
-            return task(*rows[split][index % len(rows[split])], "")
-        return environment.first_in_split(
-            "python_tool", seed, split, index, lambda number: task(*_question(number, kind))
-        )
+    def of_row(index: int, split: str) -> environment.Task:
+        return task_of((*rows[split][index % len(rows[split])], ""), index, split)
+
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        return task_of(_question(number, kind), index, split)
 
     def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
         played = [m for m in messages[len(task.messages) :] if m["role"] == "assistant"]
@@ -97,11 +97,11 @@ def build(
     play = episode.conversation(
         score=score, reply=reply, tools=offered, initial_state=lambda task: pool.session(), max_turns=turns
     )
-    num_tasks = len(rows["train"]) if rows else 0
-    show = demonstrate if not rows else None
-    return environment.Environment(
-        "python_tool", make_task, num_tasks=num_tasks, play=play, kind="replayed", demonstrate=show
-    )
+    if rows:
+        num_tasks = len(rows["train"])
+        return environment.Environment("python_tool", of_row, num_tasks=num_tasks, play=play, kind="replayed")
+    make_task = environment.drawn("python_tool", seed, draw)
+    return environment.Environment("python_tool", make_task, play=play, kind="replayed", demonstrate=demonstrate)
 
 
 async def python(code: str, state: pool_lib.Session) -> str:

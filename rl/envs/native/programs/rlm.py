@@ -76,14 +76,11 @@ def build(
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
     options = Options(turns, depth, sub_turns, sub_tools, max_prompts)
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            query, context, content, code, decoy = _drawn(kind, lines, words, random.Random(number))
-            messages = environment.asked(query, system_prompt.replace("{chars}", str(len(context))))
-            info = {"context": context, "content": content}
-            return environment.Task("rlm", index, split, messages, grading.block(code), grading.block(decoy), info)
-
-        return environment.first_in_split(f"rlm/{kind}", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        query, context, content, code, decoy = _drawn(kind, lines, words, random.Random(number))
+        messages = environment.asked(query, system_prompt.replace("{chars}", str(len(context))))
+        info = {"context": context, "content": content}
+        return environment.Task("rlm", index, split, messages, grading.block(code), grading.block(decoy), info)
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         root = _Root(pool, model, options)
@@ -95,7 +92,7 @@ def build(
             "errors": float(root.num_errors),
         }
 
-    return environment.Environment("rlm", make_task, play=play, kind="replayed")
+    return environment.Environment("rlm", environment.drawn(f"rlm/{kind}", seed, draw), play=play, kind="replayed")
 
 
 class _Root:

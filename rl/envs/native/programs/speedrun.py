@@ -84,26 +84,21 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=256))
     record = RECORD.format(momentum=MOMENTUM, rate=RATE)
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task | None:
-            corpus = _corpus(random.Random(number))
-            most, best = steps_of(corpus, 0.0, 1.0), steps_of(corpus, MOMENTUM, RATE)
-            if not 5 <= best <= most // 2 or most >= MAX_STEPS:
-                return None  # too easy, or too long
-            text = TASK.format(
-                size=len(corpus.counts),
-                letters=" ".join(LETTERS),
-                count=corpus.num_params,
-                most=most,
-                target=corpus.target,
-            )
-            info = {"corpus": corpus, "most": most, "best": best}
-            messages = environment.asked(text, system_prompt)
-            return environment.Task(
-                "speedrun", index, split, messages, grading.block(record), grading.block(PLAIN), info
-            )
-
-        return environment.first_in_split("speedrun", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task | None:
+        corpus = _corpus(random.Random(number))
+        most, best = steps_of(corpus, 0.0, 1.0), steps_of(corpus, MOMENTUM, RATE)
+        if not 5 <= best <= most // 2 or most >= MAX_STEPS:
+            return None  # too easy, or too long
+        text = TASK.format(
+            size=len(corpus.counts),
+            letters=" ".join(LETTERS),
+            count=corpus.num_params,
+            most=most,
+            target=corpus.target,
+        )
+        info = {"corpus": corpus, "most": most, "best": best}
+        messages = environment.asked(text, system_prompt)
+        return environment.Task("speedrun", index, split, messages, grading.block(record), grading.block(PLAIN), info)
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         try:
@@ -114,7 +109,7 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
         steps = await _train(pool, task.info["corpus"], code, most) if code else most
         return {"reward": min(max((most - steps) / (most - best), 0.0), 1.0), "steps": float(steps)}
 
-    return environment.Environment("speedrun", make_task, play=play, kind="replayed")
+    return environment.Environment("speedrun", environment.drawn("speedrun", seed, draw), play=play, kind="replayed")
 
 
 def steps_of(corpus: Corpus, momentum: float, rate: float) -> int:

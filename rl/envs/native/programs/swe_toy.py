@@ -89,17 +89,14 @@ def build(
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
     instruction = tools.instruction(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            made = repository.make(random.Random(number))
-            listed = "\n".join(f"- {path}" for path in sorted(made.files))
-            question = f"The files are:\n{listed}\n\n{made.files['test_shop.py']}"
-            answer = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
-            decoy = f"edit {made.path}\n{made.wrong}\n=>\n    pass"
-            messages = environment.asked(question, instruction)
-            return environment.Task("swe_toy", index, split, messages, answer, decoy, {"made": made})
-
-        return environment.first_in_split("swe_toy", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        made = repository.make(random.Random(number))
+        listed = "\n".join(f"- {path}" for path in sorted(made.files))
+        question = f"The files are:\n{listed}\n\n{made.files['test_shop.py']}"
+        answer = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
+        decoy = f"edit {made.path}\n{made.wrong}\n=>\n    pass"
+        messages = environment.asked(question, instruction)
+        return environment.Task("swe_toy", index, split, messages, answer, decoy, {"made": made})
 
     async def score(task: environment.Task, messages: Sequence[dict], state: Repository) -> dict[str, float]:
         made, passes = task.info["made"], False
@@ -136,6 +133,7 @@ def build(
     offered = [tools.of(function) for function in functions] if protocol == "tools" else []
     begin = lambda task: Repository(task.info["made"], pool)  # noqa: E731
     play = episode.conversation(score=score, reply=reply, tools=offered, initial_state=begin, max_turns=turns)
+    make_task = environment.drawn("swe_toy", seed, draw)
     return environment.Environment("swe_toy", make_task, play=play, kind="replayed", demonstrate=demonstrate)
 
 

@@ -40,22 +40,19 @@ def build(
     if bad := [name for name, value in given.items() if value < 1] or ["letters"] * (letters > len(LETTERS)):
         raise ValueError(f"env.options.{bad[0]} = {given[bad[0]]}; choose 1 or more, at most {len(LETTERS)} letters")
 
-    def make_task(index: int, split: str) -> environment.Task:
-        def draw(number: int) -> environment.Task:
-            rng = random.Random(number)
-            letter = rng.choice(LETTERS[:letters])
-            made = [
-                [(rng.choice(LETTERS[:letters]), rng.randint(1, largest)) for _ in range(entries)] for _ in range(pages)
-            ]
-            sums = [sum(value for name, value in page if name == letter) for page in made]
-            # The number separates the splits; few prompts differ otherwise.
-            content = f"Case {rng.randrange(10**6)}: sum {letter}, {pages} pages"
-            texts = [" ".join(f"{name}{value}" for name, value in page) for page in made]
-            messages = environment.asked(content, system_prompt)
-            answer = f"answer {sum(sums)}"
-            return environment.Task("folding", index, split, messages, answer, info={"pages": texts, "sums": sums})
-
-        return environment.first_in_split("folding", seed, split, index, draw)
+    def draw(number: int, index: int, split: str) -> environment.Task:
+        rng = random.Random(number)
+        letter = rng.choice(LETTERS[:letters])
+        made = [
+            [(rng.choice(LETTERS[:letters]), rng.randint(1, largest)) for _ in range(entries)] for _ in range(pages)
+        ]
+        sums = [sum(value for name, value in page if name == letter) for page in made]
+        # The number separates the splits; few prompts differ otherwise.
+        content = f"Case {rng.randrange(10**6)}: sum {letter}, {pages} pages"
+        texts = [" ".join(f"{name}{value}" for name, value in page) for page in made]
+        messages = environment.asked(content, system_prompt)
+        answer = f"answer {sum(sums)}"
+        return environment.Task("folding", index, split, messages, answer, info={"pages": texts, "sums": sums})
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
         main, branch, page, returned, last = [*task.messages], None, 0, [], ""
@@ -97,6 +94,7 @@ def build(
         content = f"answer {sum(task.info['sums'][page] for page in read)}"
         return {"messages": [*messages, {"role": "assistant", "content": content}]}
 
+    make_task = environment.drawn("folding", seed, draw)
     return environment.Environment("folding", make_task, play=play, demonstrate=demonstrate)
 
 
