@@ -46,6 +46,15 @@ _FETCHED = (
     "it needs data that is not on this machine, and fetches none in a run: connect this machine and download it once "
     "(for NLTK: python -m nltk.downloader NAME), or name a copy in env.options"
 )
+# The first need that an error of a loader shows, with the remedy.
+_OF_LOAD = {
+    _DATA: _FETCHED,
+    _PACKAGE: "install the package that it imports (python -m rl.envs install NAME --requirement ...)",
+    _NETWORK: "it fetches data from the network, which does not answer here: connect this machine, fill Hugging Face's cache, "
+    "or name a data set of this machine in env.options",
+    re.compile(r"env\.options"): "",  # it has its own
+    _KEY: "it needs a key of a service: install it with --variable NAME=VALUE, and with --kind recorded if episodes use it",
+}
 
 
 class Broken(ValueError):
@@ -232,20 +241,8 @@ def shown(options: Mapping[str, Any]) -> str:
 
 def remedy_of_load(error: str, options: Mapping[str, Any]) -> str:
     """Returns the remedy for an error of an environment's loader, which had these options."""
-    if _DATA.search(error):
-        return _FETCHED
-    if _PACKAGE.search(error):
-        return "install the package that it imports (python -m rl.envs install NAME --requirement ...)"
-    if _NETWORK.search(error):
-        return (
-            "it fetches data from the network, which does not answer here: connect this machine, fill Hugging Face's cache, "
-            "or name a data set of this machine in env.options"
-        )
-    if "env.options" in error:
-        return ""  # it has its own
-    if _KEY.search(error):
-        return "it needs a key of a service: install it with --variable NAME=VALUE, and with --kind recorded if episodes use it"
-    return f"correct {shown(options)}, or install its requirements (python -m rl.envs install)"
+    other = f"correct {shown(options)}, or install its requirements (python -m rl.envs install)"
+    return next((remedy for need, remedy in _OF_LOAD.items() if need.search(error)), other)
 
 
 def remedy_of_episode(error: str) -> str:

@@ -63,24 +63,21 @@ def _extends(prompt: np.ndarray, tokens: np.ndarray) -> bool:
 
 
 def _calls(rollout: rollout_lib.Rollout, limit: int) -> list[tuple]:
-    """Returns (prompt and completion, their lengths, limit, number, trains) of each call of a rollout."""
+    """Returns the calls of a rollout, as `_listed` does."""
     limits = [limit] * len(rollout.spans) if rollout.call_limits is None else rollout.call_limits.tolist()
-    return [
-        (rollout.tokens[:end].tobytes(), start, end, most, 0 if index else rollout.draw, rollout.trains)
-        for index, ((start, end), most) in enumerate(zip(rollout.spans, limits, strict=True))
-    ]
+    calls = [(start, end, most) for (start, end), most in zip(rollout.spans, limits, strict=True)]
+    return _listed(rollout.tokens, calls, rollout.draw, rollout.trains)
 
 
 def _made(stream: session_lib.Stream) -> list[tuple]:
-    """Returns the calls of a stream in the form of `_calls`."""
+    """Returns the calls of a stream, as `_listed` does."""
+    calls = [(turn.start, turn.end, turn.max_tokens) for turn in stream.turns]
+    return _listed(stream.tokens, calls, stream.number, stream.trains)
+
+
+def _listed(tokens: np.ndarray, calls: Sequence[tuple[int, int, int]], number: int, trains: bool) -> list[tuple]:
+    """Returns (prompt and completion, their lengths, limit, number, trains) of each of `calls`, (start, end, limit), of one token stream."""
     return [
-        (
-            stream.tokens[: turn.end].tobytes(),
-            turn.start,
-            turn.end,
-            turn.max_tokens,
-            0 if index else stream.number,
-            stream.trains,
-        )
-        for index, turn in enumerate(stream.turns)
+        (tokens[:end].tobytes(), start, end, most, 0 if index else number, trains)
+        for index, (start, end, most) in enumerate(calls)
     ]

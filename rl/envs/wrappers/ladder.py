@@ -5,8 +5,8 @@ the difficulty by the index, and every process can compute it.
 """
 
 import dataclasses
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rl.envs.interface import environment
 
@@ -35,30 +35,18 @@ def of_levels(envs: Sequence[environment.Environment]) -> environment.Environmen
         task = envs[index % L].make_task(index // L, split)
         return dataclasses.replace(task, index=index, info=task.info | {"ladder": (envs[index % L], task)})
 
-    def inner(task: environment.Task) -> tuple[environment.Environment, environment.Task]:
-        env, own = task.info["ladder"]  # not by its index, which another wrapper may have changed
-        return env, dataclasses.replace(own, messages=task.messages)
+    def of_level(function: str) -> Callable[..., Any] | None:
+        """Returns the function of this name that calls the one of a task's own level; None if environments have none."""
 
-    def score(task: environment.Task, completion: str) -> dict[str, float]:
-        env, own = inner(task)
-        assert env.score is not None
-        return env.score(own, completion)
+        def call(task: environment.Task, *rest: Any) -> Any:
+            env, own = task.info["ladder"]  # not by its index, which another wrapper may have changed
+            return getattr(env, function)(dataclasses.replace(own, messages=task.messages), *rest)
 
-    async def play(task: environment.Task, model) -> dict[str, float]:
-        env, own = inner(task)
-        assert env.play is not None
-        return await env.play(own, model)
+        return call if getattr(first, function) else None
 
-    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        env, own = inner(task)
-        assert env.demonstrate is not None
-        return env.demonstrate(own, rng, is_decoy)
-
-    changes = {
+    changes: dict[str, Any] = {name: of_level(name) for name in ("score", "play", "demonstrate")}
+    changes |= {
         "make_task": make_task,
-        "score": score if first.score else None,
-        "play": play if first.play else None,
-        "demonstrate": demonstrate if first.demonstrate else None,
         "num_tasks": L * min(env.num_tasks for env in envs),
         "kind": max((env.kind for env in envs), key=environment.KINDS.index),
         "reward_range": (min(env.reward_range[0] for env in envs), max(env.reward_range[1] for env in envs)),
