@@ -30,7 +30,8 @@ from sharding.mesh import mesh as mesh_lib
 from sharding.weights import broadcast
 from tests.rl.learning.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
-from tests.support import commands, conversations, tiny, tiny_run, turn_envs
+from tests.support import commands, conversations, tiny, tiny_run
+from tests.support.user_code import turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 ONE, TWO = [{"a": i} for i in range(10)], [{"b": i} for i in range(7)]

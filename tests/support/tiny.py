@@ -1,5 +1,7 @@
 """The model that most tests run (two layers of 32 dims, float32, every switch stated once), and a rollout to change."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -16,6 +18,11 @@ def model(**changes) -> config_lib.ModelConfig:
     fields |= dict(num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0)
     fields |= dict(param_dtype="float32", dtype="float32", remat="none")
     return config_lib.ModelConfig(**fields | changes)
+
+
+def use(c, **changes) -> None:
+    """Gives an experiment's config the model of `model`."""
+    c.model.update({name: value for name, value in dataclasses.asdict(model(**changes)).items() if name in c.model})
 
 
 def params(config: config_lib.ModelConfig, seed: int) -> transformer.Params:

@@ -4,7 +4,7 @@ import pathlib
 
 from configs import quickstart
 
-ENV = pathlib.Path(__file__).with_name("turn_envs.py")
+ENV = pathlib.Path(__file__).parent / "user_code" / "turn_envs.py"  # in no package, which would all be its code
 
 
 def get_config():

@@ -13,7 +13,8 @@ from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts, tape
 from rl.envs.recording import session as session_lib
 from rl.envs.sandbox import backend
-from tests.support import episodes, turn_envs
+from tests.support import episodes
+from tests.support.user_code import turn_envs
 
 LETTERS, ORDERS, PROGRAMS = (f"{turn_envs.__file__}:{name}" for name in ("letters", "orders", "programs"))
 

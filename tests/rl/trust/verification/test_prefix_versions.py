@@ -25,7 +25,8 @@ from rl.trust.verification import checks, evidence_log, verifier
 from rl.trust.verification import replay as replay_lib
 from rl.trust.verification import rules as rules_lib
 from sharding.weights import broadcast
-from tests.support import serving, tiny, turn_envs
+from tests.support import serving, tiny
+from tests.support.user_code import turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 KEY, SERVER, PUBLISHER = (
@@ -36,9 +37,7 @@ RUN, MAX_TOKENS, TURNS, STEP, OLD, NEW = "ab" * 32, 20, 4, 5, 3, 4
 
 def resolved():
     c = base.get_config()
-    for name, value in dataclasses.asdict(tiny.model(dtype="float32")).items():
-        if name in c.model:
-            c.model[name] = value
+    tiny.use(c, dtype="float32")
     c.env.name, c.env.options = f"{turn_envs.__file__}:letters", {"turns": TURNS}
     c.rl.prompts_per_step, c.rl.samples_per_prompt, c.rl.max_lag, c.rl.max_off_policy = 1, 2, 2, 2
     c.sampling.max_tokens, c.inference.max_model_len = MAX_TOKENS, 256
@@ -157,7 +156,9 @@ def test_a_turn_that_reused_keys_of_two_versions_is_accepted(world):
     assert max(np.abs(one.error_N).max() for one in validator.replay(group)) < 1e-4
 
 
-@pytest.mark.parametrize("name", BORDERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "the turn before" else pytest.param(name, marks=pytest.mark.slow) for name in BORDERS]
+)
 def test_a_false_claim_about_reused_keys_is_refused(world, name):
     """A worker cannot make it in the name of its server; a server that makes it is at fault."""
     validator, group, _ = world
@@ -187,6 +188,7 @@ def test_the_oldest_version_of_a_key_is_in_the_window(world):
     assert str(verdict(strict, older)).startswith(f"versions: {OLD - 1} is older than {OLD}")
 
 
+@pytest.mark.slow
 def test_calls_that_read_the_same_keys_are_replayed_together(world, monkeypatch):
     """The calls before and after the new weights are two pieces; and their values are the same one piece at a time."""
     validator, group, _ = world
@@ -202,6 +204,7 @@ def test_calls_that_read_the_same_keys_are_replayed_together(world, monkeypatch)
     assert all(proof.accepted for one in replayed for proof in one.proofs)
 
 
+@pytest.mark.slow
 def test_a_claim_about_a_first_call_is_replayed(world):
     """A branch of an episode may begin like an earlier one: here with the tokens before the third turn, as a prompt."""
     validator, group, _ = world
