@@ -1,6 +1,7 @@
 """Stands in for a process of a run: `python -m tests.support.stand_in_role NAME FILE`.
 
-It appends its name and its parent's process ID to the file. The learner ends well once a worker has started twice; others stay.
+It appends its name and its parent's process ID to the file. The learner ends well once a worker has started twice, and "broken" ends with
+an error; others stay.
 """
 
 import os
@@ -12,6 +13,8 @@ from sharding.system import cli
 
 if __name__ == "__main__":
     name, file = sys.argv[1:3]
+    if name == "broken":
+        sys.exit("error: it is broken")
     with open(file, "a") as log:
         log.write(f"{name} {os.getppid()}\n")
     cli.stop_at_eof(lambda: os._exit(1))

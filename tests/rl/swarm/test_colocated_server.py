@@ -26,7 +26,7 @@ ASK = request_lib.GenerateRequest(tuple(b"hello"), seed=5, max_tokens=40)
 
 @pytest.mark.usefixtures("compile_fast")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the engine's, at the end
-@pytest.mark.parametrize("num_rollout_devices", [0, 4])
+@pytest.mark.parametrize("num_rollout_devices", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_engine_uses_the_learners_own_arrays(tmp_path, monkeypatch, num_rollout_devices):
     config, key = quickstart.get_config(), rollout_lib.WorkerKey.generate()
     few_programs = {"inference.num_slots": 8, "inference.prefill_batch": 8}  # one per number of slots to insert into

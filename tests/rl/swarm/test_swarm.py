@@ -8,18 +8,20 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 
 import httpx
 import pytest
 
 from rl.experiment.reporting import metrics
-from rl.swarm import session, supervisor
+from rl.swarm import processes, session, supervisor
 from rl.trust import audit
 from sharding.system.logs import run_logs
-from tests.support import proxy, recorded_run, tiny_run
+from tests.support import commands, proxy, recorded_run, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
-COMMAND = ["sharding.relay", "--upstream=none", "--max_bytes=-1"]  # ends with one line, and is quick
+STAND_IN = "tests.support.stand_in_role"
+COMMAND = [STAND_IN, "broken", ""]  # ends with one line, and is quick
 
 
 def test_pauses_double_and_too_many_deaths_in_a_row_are_the_end():
@@ -43,7 +45,7 @@ def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path)
         kept.add(supervisor.Spec("worker0", "worker", COMMAND))
         patiently = lambda: kept.tick(400.0 * next(clock), vital=())  # noqa: E731
         proxy.wait_until(lambda: patiently() or len(lines) == 2, 60, "deaths that do not count later")
-        with pytest.raises(ValueError, match=r"worker0 .* code 1: error: --max_bytes = .* 5 times within 300 s, or"):
+        with pytest.raises(ValueError, match=r"worker0 .* code 1: error: it is broken.* 5 times within 300 s, or"):
             proxy.wait_until(lambda: kept.tick(400.0 * next(clock)), 60, "the end")
     assert len(lines) == 2 + supervisor.MAX_DEATHS - 1
     assert (tmp_path / "worker0.log").read_text().count("====") == 2 + supervisor.MAX_DEATHS
@@ -51,8 +53,9 @@ def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path)
 
 def test_one_process_alone_is_kept_alive_until_it_died_too_often(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "TICK_S", 0.01)
     spec = supervisor.Spec("learner", "learner", COMMAND)
-    assert re.search("--max_bytes = .* 5 times within 300 s", supervisor.keep(spec, run_logs.Folder(tmp_path)))
+    assert re.search("it is broken.* 5 times within 300 s", supervisor.keep(spec, run_logs.Folder(tmp_path)))
     assert supervisor.keep(supervisor.Spec("learner", "learner", ["platform"]), run_logs.Folder(tmp_path)) == ""
 
 
@@ -100,7 +103,45 @@ def start(workdir, file, *options, module="rl.swarm", **overrides) -> subprocess
     return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def swarm_of_stand_ins(workdir, output):
+    """Runs `python -m rl.swarm` for a worker and a server that do nothing."""
+    os.chdir(commands.ROOT)
+    with open(output, "w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    specs = [
+        supervisor.Spec(name, name[:-1], [STAND_IN, name, str(workdir / "log")]) for name in ("worker0", "server0")
+    ]
+    processes.plan = lambda *_, **__: processes.Swarm(specs, "http://127.0.0.1:9", {}, {})
+    sys.exit(commands.run("rl.swarm", "--config=configs/quickstart.py", f"--workdir={workdir}", "--validators=0"))
+
+
+def test_a_killed_node_starts_again_and_a_signal_leaves_no_process(tmp_path):
+    """The whole command, with processes that stand in for its nodes, one of which is stopped."""
+    workdir, output = tmp_path / "run", tmp_path / "output"
+    swarm = commands.CONTEXT.Process(target=swarm_of_stand_ins, args=(workdir, output))
+    swarm.start()
+
+    def pids(name):
+        return [pid for pid, command in processes_of(workdir).items() if f"{STAND_IN} {name}" in command]
+
+    try:
+        proxy.wait_until(lambda: (workdir / "log").exists() and len(pids("worker0")) == len(pids("server0")) == 1)
+        assert json.loads((workdir / "targets.json").read_text()) == []
+        os.kill(pids("worker0")[0], signal.SIGKILL)
+        proxy.wait_until(lambda: (workdir / "log").read_text().count("worker0") == 2)
+        assert "worker0" in output.read_text() and "starts again" in output.read_text()
+        os.kill(pids("server0")[0], signal.SIGSTOP)
+        os.kill(swarm.pid, signal.SIGTERM)
+        swarm.join(60)
+        assert swarm.exitcode == 128 + signal.SIGTERM and not pids("worker0") + pids("server0")
+        assert "the same command resumes" in output.read_text().splitlines()[-1]
+    finally:
+        swarm.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_killed_worker_comes_back_and_a_signal_leaves_no_process(tmp_path, number):
     workdir, output = tmp_path / "run", tmp_path / "output"
     with open(output, "w") as file:

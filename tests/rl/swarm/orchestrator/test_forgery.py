@@ -62,9 +62,8 @@ def check(name, tmp_path, *, prompts=64, steps=1, one_key=False, formed=True):
     assert sum(batch.metrics["trust/num_refused"] for batch in batches) == 2 * num_forged
 
 
-@pytest.mark.parametrize("one_key", [False, True])
-def test_16_groups_forged_without_a_model(tmp_path, one_key):
-    check("quickstart", tmp_path, prompts=16, one_key=one_key)
+def test_8_groups_forged_without_a_model(tmp_path):
+    check("quickstart", tmp_path, prompts=8)
 
 
 @pytest.mark.slow
