@@ -17,9 +17,14 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 LATE = {"logit_bias_0.1", "old_tail_8", "runner_up_0.02", "runner_up_0.001", "temperature_0.97", "temperature_1.03"}
 LATE |= {"logit_bias_1", "speculation_0.02"}
 
-# Several seconds each.
-SLOW = "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_1.1 other_experts".split()
-SLOW += ["likeliest_stop", *sorted(cheats.HARMLESS)]
+# Those that generate once more, or replay two versions or a mixture; of cheats that differ in size or direction, one is fast.
+SLOW = (
+    "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_0.9 temperature_1.1".split()
+)
+SLOW += "other_expert other_experts likeliest_stop best_of_2 shorter_of_2 hidden_top_k versions_half_old".split()
+SLOW += ["prompt_keys_older", "older_weights", "another_prompt", "padded_length", "no_model_random_proofs"]
+SLOW += [f"claims_{size}_{side}" for size in ("0.045", "0.0009") for side in ("up", "down", "random")]
+SLOW += ["claims_0.045_advantage", *sorted(cheats.HARMLESS)]
 
 
 @pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])
@@ -37,7 +42,7 @@ def test_honest_rollouts_pass(honest):
     ],
 )
 def test_each_cheat_is_caught(name):
-    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.measured("float32"), prompts=2)
+    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.measured("float32", count=128), prompts=2)
     assert set(caught.reasons) <= cheats.REASONS.get(name, cheats.REPLAYED), caught
     if name in cheats.HARMLESS:
         assert caught.rate == 0, caught
@@ -45,6 +50,7 @@ def test_each_cheat_is_caught(name):
         assert caught.rate >= cheats.LEAST_RATE.get(name, 0.8), caught
 
 
+@pytest.mark.slow
 def test_a_forger_with_proofs_of_the_right_form_is_found_without_any_replay_of_its_own():
     """It does 4 of 16 groups with right answers. Three steps convict it, once they are over; three honest workers pass."""
     flagged, others = cheats.play_among_others(cheats.CHEATS["no_model_random_proofs"], num_steps=3 + peers.OPEN_STEPS)

@@ -18,6 +18,7 @@ from rl.trust.verification import replay
 from tests.support import small_learner as small
 from tests.support import tiny
 
+MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 PRODUCT = re.compile(r"(?:dot_general|ragged_dot)\b.*?: \(tensor<(?:\d+x)*([a-z]\w*)>")
 
 
@@ -50,13 +51,13 @@ def learner(model):
 
 
 @pytest.mark.parametrize("programs", [engine, replays, learner])
-@pytest.mark.parametrize("fields", [{}, {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 32}])
-def test_products_of_float32_are_float32(programs, fields):
-    for lowered in programs(tiny.model(**fields)):
+def test_products_of_float32_are_float32(programs):
+    for lowered in programs(MODEL):
         dtypes, rounded = products(lowered)
         assert dtypes == {"f32"} and not rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [engine, replays, learner])
 def test_products_of_bfloat16_are_left_alone(programs):
     """Kernels of TPUs reject them with another precision."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("compile_fast")
 CAPACITY = 64
 ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
 STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
+FAST = ((False, "prompt"), (False, "last"))  # whose programs are compiled for other tests, too
 REQUEST = dataclasses.replace(stand.HONEST, max_tokens=30, seed=5, routed_experts=True)
 
 
@@ -39,7 +41,7 @@ def check(rollouts):
     return validator().check_with_weights(rollouts)
 
 
-@pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("updated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_honest_claims_are_accepted_with_and_beside_others(updated):
     """Within one version and across a swap in flight; a group in which one claims nothing is judged as well."""
     rollouts = list(honest(updated))
@@ -50,8 +52,13 @@ def test_honest_claims_are_accepted_with_and_beside_others(updated):
     assert all(verdict.accepted for verdict in check(beside)), check(beside)
 
 
-@pytest.mark.parametrize("updated", [False, True])
-@pytest.mark.parametrize("where", ["prompt", "prompt's last", "first", "last"])
+@pytest.mark.parametrize(
+    ("updated", "where"),
+    [
+        pytest.param(*one, marks=[] if one in FAST else pytest.mark.slow)
+        for one in itertools.product((False, True), ("prompt", "prompt's last", "first", "last"))
+    ],
+)
 def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
     """Changes one token in either MoE layer; its neighbors pass."""
     rollouts = list(honest(updated))

@@ -151,10 +151,11 @@ def test_a_run_whose_rollouts_name_no_experts_measures_how_many_tokens_flip(make
 
 
 def test_statistics_do_not_end_a_run_by_its_own_workers(make):
-    """A sampler in bfloat16 under a replay in float32: the run's own is reported and goes on, and a stranger's is refused."""
+    """Claims that are all off in one direction, each within the limits: the run's own is reported and goes on, and a stranger's is refused."""
     bands, validator, _, flagged = make()
     assert all(verdict.accepted for verdict in validator.check_with_weights(honest()))
-    other = doubles.honest(doubles.Double(5, "bfloat16", prompts=2))
+    shift, honest_claims = 0.7 * bands.tolerance.logprob, doubles.honest(doubles.Double(5, prompts=2))
+    other = [doubles.signed(r, logprobs=r.logprobs - np.float32(shift) * r.sampled_mask) for r in honest_claims]
     assert all(verdict.accepted for verdict in validator.check_with_weights(other))
     ((node, line),) = flagged
     assert node == doubles.NODE.worker and "differ from their replay more than honest ones did: " in line

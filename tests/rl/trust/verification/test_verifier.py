@@ -144,9 +144,12 @@ def test_the_replay_scores_tempered_distributions():
     """Against the learner's forward pass and float64: log q(token) / p(token), q ~ p^b."""
     rollout = honest()[0]
     found = replay_lib.recompute(MODEL, weights, bare_rules.make(MODEL, CAPACITY, STRICT), honest())
-    tokens_BT = jnp.asarray(rollout.tokens)[None]
-    logits_TV = transformer.logits(params(0), MODEL, transformer.apply(params(0), MODEL, tokens_BT)[0])[0]
-    logp_TV = np.asarray(logits_TV, np.float64)
+
+    @jax.jit
+    def logits(params, tokens_BT):
+        return transformer.logits(params, MODEL, transformer.apply(params, MODEL, tokens_BT)[0])[0]
+
+    logp_TV = np.asarray(logits(params(0), jnp.asarray(rollout.tokens)[None]), np.float64)
     logp_TV -= np.log(np.exp(logp_TV).sum(-1, keepdims=True))
     for position in np.flatnonzero(rollout.sampled_mask):
         logp_V, token = logp_TV[position - 1], rollout.tokens[position]
@@ -190,6 +193,7 @@ def test_every_sampled_token_is_packed_behind_its_own_prefix(model_dim):
             assert claim == (rollout.tokens[position], rollout.seed, 0.5)
 
 
+@pytest.mark.slow
 def test_rollouts_packed_together_are_replayed_as_each_alone():
     """Groups of several prompts and lengths, one with more branches than a row holds, one of two turns; against the pass
     over a cache that rollouts of several versions take."""
