@@ -18,7 +18,10 @@ MODEL = test_verifier.MODEL
 
 @pytest.mark.parametrize(
     "filters",
-    [pytest.param({"top_k": 20}, marks=pytest.mark.slow), {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}],
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({"top_k": 20}, {"top_p": 0.9})),
+        {"top_k": 20, "top_p": 0.9},
+    ],
     ids=str,
 )
 def test_the_mean_ratio_is_1_at_lag_0(filters):

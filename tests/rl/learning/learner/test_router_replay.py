@@ -21,6 +21,7 @@ from tests.support import small_learner as small
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 MOE = small.MOE  # a dense layer, then an MoE layer: the input of its router does not depend on its experts
+ONE = dataclasses.replace(MOE, num_layers=1, first_dense_layers=0)
 SCAN = dataclasses.replace(MOE, num_layers=4, first_dense_layers=0, scan_layers=True)
 ROW = small.ROW
 
@@ -76,12 +77,13 @@ axes = small.axes
 @pytest.mark.parametrize(
     ("config", "sizes", "rows", "capacity"),
     [
-        (MOE, axes(), 2, 6),
+        (ONE, axes(), 2, 6),
+        pytest.param(MOE, axes(), 2, 6, marks=pytest.mark.slow),
         pytest.param(MOE, axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
         pytest.param(MOE, axes(data=2, fsdp=2, context=2), 4, 3, marks=pytest.mark.slow),
         pytest.param(SCAN, axes(), 2, 6, marks=pytest.mark.slow),
     ],
-    ids=["one", "expert_parallel", "context_parallel", "stacked"],
+    ids=["one", "two_layers", "expert_parallel", "context_parallel", "stacked"],
 )
 def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes, rows, capacity):
     """Against unpacked rows with repeated prompts on one device; and far from the result of the routers' own choice."""
@@ -101,9 +103,9 @@ def test_the_given_experts_are_run_packed_sharded_and_accumulated(config, sizes,
 
 def test_the_part_that_would_have_been_chosen_otherwise():
     """Compares with the router's own choice on unpacked rows, counted over the tokens of the trees, a shared prompt once."""
-    choose = drawn_experts(MOE)
-    tokens_NT, experts_LNTX = plain_rows(MOE, choose)
-    _, routing = jax.jit(transformer.apply, static_argnums=1)(small.params_of(MOE), MOE, tokens_NT)
+    choose = drawn_experts(ONE)
+    tokens_NT, experts_LNTX = plain_rows(ONE, choose)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(small.params_of(ONE), ONE, tokens_NT)
     own_NT2, given_NT2 = (np.sort(np.asarray(x)[0], axis=-1) for x in (routing.experts, experts_LNTX))
     row, differs = 0, []
     for tree in small.trees():
@@ -114,8 +116,8 @@ def test_the_part_that_would_have_been_chosen_otherwise():
             span = slice(0 if computes_prompt else len(tree.prompt), len(tree.prompt) + len(branch.tokens))
             differs += (own_NT2[row, span] != given_NT2[row, span]).any(axis=-1).tolist()
             row += 1
-    step, fresh, mesh = small.compiled(MOE, ())
-    batch = pack(with_experts(choose), MOE)
+    step, fresh, mesh = small.compiled(ONE, ())
+    batch = pack(with_experts(choose), ONE)
     assert (batch.segment_ids > 0).sum() == len(differs)
     _, metrics = step(fresh(), packing.place(batch, mesh))
     assert float(metrics["moe/routing_mismatch"]) == pytest.approx(np.mean(differs)) and 0.5 < np.mean(differs) < 1

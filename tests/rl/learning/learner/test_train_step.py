@@ -28,6 +28,7 @@ from sharding.mesh import checkpoint
 from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
+EIGHT = small.axes(data=2, fsdp=2, tensor=2)  # devices, whose program several tests share
 
 
 def step_once(batch, config=small.DENSE, sizes=()):
@@ -47,9 +48,9 @@ def step_once(batch, config=small.DENSE, sizes=()):
         (small.DENSE, small.axes(), 2, 6),
         pytest.param(small.DENSE, small.axes(fsdp=8), 16, 1, marks=pytest.mark.slow),
         pytest.param(small.DENSE, small.axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
-        (small.DENSE, small.axes(data=2, fsdp=2, tensor=2), 4, 3),
+        (small.DENSE, EIGHT, 4, 3),
         pytest.param(small.DENSE, small.axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
-        (small.DENSE, small.axes(tensor=8), 2, 6),  # it has 4 key heads
+        pytest.param(small.DENSE, small.axes(tensor=8), 2, 6, marks=pytest.mark.slow),  # it has 4 key heads
         pytest.param(small.MOE, small.axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
     ],
     ids=lambda x: ("mixture" if x.num_experts else "dense") if isinstance(x, config_lib.ModelConfig) else str(x),
@@ -256,6 +257,7 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     assert float(metrics["loss/sampler_kl"]) == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_first_optimizer_step_scores_its_own_tokens():
     """One step on a batch runs no pass more than without scores; of three, the first leaves its micro-batches out of that pass."""
     mesh, batch = small.make_mesh(()), small.pack()
@@ -283,6 +285,7 @@ def distilling(num_steps):
     return learner, train_step.jit_train_step(learner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [(0, 3), range(6)])
 def test_means_over_several_steps_are_those_of_one_step(flat):
     """Flat groups only distill: with a rate of 0, each metric counts the tokens that it is about, and no others."""
@@ -448,6 +451,7 @@ def test_a_stream_that_the_objective_needs_must_be_there():
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_inside_the_loop_over_micro_batches():
     """Gathered before it, all of them would be in memory at the same time, which fsdp must prevent."""
     step, fresh, mesh = small.compiled(small.DENSE, small.axes(fsdp=8))
@@ -471,10 +475,11 @@ ADAMW = optimizers.OptimizerConfig(
 )
 
 
-def test_a_step_is_a_fixed_point_of_types_and_overfits():
+def test_a_step_is_a_fixed_point_of_types_and_overfits(caplog, request):
     """Twenty steps of supervised learning, on eight devices: one program, same types, old states gone.
 
-    Every third batch is a small one, with fewer micro-batches in use: that is data, and compiles nothing.
+    The program is compiled ahead, from shapes alone, by a thread of its own. Every third batch is a small one, with fewer micro-batches
+    in use: that is data, and compiles nothing.
     """
     optimizer = train_step.make_optimizer(ADAMW, small.DENSE)
     learner = small.make(loss="cross_entropy", options={}, sizes=small.axes(fsdp=2, tensor=4), optimizer=optimizer)
@@ -490,9 +495,19 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
     def types(state):
         return jax.tree.map(lambda x: (jax.typeof(x), x.sharding, x.committed), state)
 
+    def num_compilations():
+        return sum("Finished XLA compilation of jit(train_step)" in line for line in caplog.messages)
+
     promised = train_step.abstract_state(learner)
     before, losses = types(state), []
     assert small.kinds(promised) == small.kinds(state)
+    jax.config.update("jax_log_compiles", True)  # of all threads, unlike the context manager
+    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
+    caplog.set_level("WARNING")
+    ahead = threading.Thread(target=train_step.compile_train_step, args=(learner, packing.abstract(layout, mesh)))
+    ahead.start()
+    ahead.join()
+    assert num_compilations() == 1
     for i in range(20):
         old = state
         state, metrics = step(old, part if i % 3 == 2 else whole)
@@ -500,35 +515,14 @@ def test_a_step_is_a_fixed_point_of_types_and_overfits():
         assert types(state) == before
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
         assert int(state.step) == i + 1 and not whole.tokens.is_deleted()
-    assert step._cache_size() == 1
+    assert step._cache_size() == num_compilations() == 1
     # It starts near log V = 4.2; that it learns 70 random tokens by heart is the point of 20 steps at a rate of 0.02.
     assert losses[0] > 3 and losses[-1] < losses[0] / 3
 
 
-def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
-    """Compiled by a thread of its own, from shapes alone, on eight devices."""
-    learner = small.make(sizes=small.axes(fsdp=2, tensor=4), optimizer=optax.sgd(0.1))
-    state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
-    batch = packing.place(small.pack(), learner.mesh)
-    shapes = packing.abstract(packing.Layout(small.ROW, 2, 6), learner.mesh)
-    jax.config.update("jax_log_compiles", True)  # of all threads, unlike the context manager
-    request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
-
-    def compilations(work):
-        caplog.clear()
-        with caplog.at_level("WARNING"):
-            work()
-        return [record for record in caplog.messages if "Finished XLA compilation of jit(train_step)" in record]
-
-    ahead = threading.Thread(target=train_step.compile_train_step, args=(learner, shapes))
-    assert len(compilations(lambda: (ahead.start(), ahead.join()))) == 1
-    assert not compilations(lambda: train_step.jit_train_step(learner)(state, batch))
-
-
 def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     """Bit for bit, on eight devices."""
-    sizes = small.axes(data=2, fsdp=2, tensor=2)
-    step, fresh, mesh = small.compiled(small.DENSE, sizes)
+    step, fresh, mesh = small.compiled(small.DENSE, EIGHT)
     batch = packing.place(small.pack(4, 3), mesh)
 
     def run(state, num):
@@ -541,7 +535,7 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
         checkpointer.save(2, half, {})
     del half
-    learner = small.make(sizes=sizes)
+    learner = small.make(sizes=EIGHT)
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
         number, restored, _ = checkpointer.restore(train_step.abstract_state(learner))
     resumed, metrics = run(restored, 2)
@@ -550,6 +544,7 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_parameters_are_born_the_same_on_every_mesh():
     key = jax.random.key(5)
     expected = jax.jit(transformer.init, static_argnums=1)(key, small.DENSE)
