@@ -194,7 +194,7 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
             )
         located = user_code.locate(entries[0].value) if entries else _located("env.name", name, folders)
     found = _located_options(kind, options, folders)
-    if _is_dict(steps := options.get("ladder")):  # else `load` refuses it
+    if steps := _ladder(options):
         found["ladder"] = {option: _located_levels(kind, option, values, folders) for option, values in steps.items()}
     return located, found
 
@@ -295,8 +295,10 @@ def _located_options(kind: str, options: dict, folders: user_code.Folders) -> di
     return found
 
 
-def _is_dict(value: Any) -> bool:
-    return hasattr(value, "items")
+def _ladder(options: dict) -> Any:
+    """Returns the options that the wrapper `ladder` sets, with their values; {} for none, and for a value that `load` refuses."""
+    steps: Any = options.get("ladder")
+    return steps if hasattr(steps, "items") else {}
 
 
 def _located(field: str, name: str, folders: user_code.Folders) -> str:
@@ -319,8 +321,7 @@ def _rewards(kind: str, options: dict) -> list[str]:
 
 def _levels(options: dict) -> list[dict]:
     """Returns each option that the wrapper `ladder` sets, with its value at each level."""
-    steps = options.get("ladder")
-    lists = [(name, of) for name, of in steps.items() if isinstance(of, list | tuple)] if _is_dict(steps) else []
+    lists = [(name, of) for name, of in _ladder(options).items() if isinstance(of, list | tuple)]
     return [{name: value} for name, values in lists for value in values]
 
 
