@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import json
 import os
 import re
 import signal
@@ -121,7 +122,11 @@ def script(name, folder):
     commands = "".join(code for language, code in pages.blocks(text) if language == "bash")
     commands = commands.replace("configs/qwen3_0_6b_gsm8k.py", "configs/quickstart.py").replace("/shared/", "shared/")
     if "Qwen/Qwen3-0.6B" in commands:
-        commands = commands.replace("Qwen/Qwen3-0.6B", str(test_finetune.checkpoint(folder / "checkpoint")))
+        stand_in = test_finetune.checkpoint(folder / "checkpoint")
+        settings = json.loads((stand_in / "tokenizer_config.json").read_text())
+        settings["chat_template"] += "{% if enable_thinking %}{% endif %}"  # a variable of Qwen3's
+        (stand_in / "tokenizer_config.json").write_text(json.dumps(settings))
+        commands = commands.replace("Qwen/Qwen3-0.6B", str(stand_in))
     for port in sorted({*re.findall(r"\b1[89]\d{3}\b", commands)}):
         commands = commands.replace(port, free_port())
     fields = " ".join(f"--config.{key}={value}" for key, value in FIELDS.get(name, tiny_run.TINY).items())
