@@ -58,7 +58,7 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
 
 
 def before_leaving(clean_up: Callable[[], object]) -> None:
-    """Registers `clean_up`, which is called if Ctrl-C ends the command between `parse` and `run`."""
+    """Registers `clean_up`, which is called before Ctrl-C or SIGTERM ends the process; a second call of it must do nothing."""
     _before_leaving.append(clean_up)
 
 
@@ -90,8 +90,6 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("INTELLAX_TRACEBACK"):
             traceback.print_exc()
         if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
             _end(message, code)
         _fail(message, code)
 
@@ -121,8 +119,6 @@ def _raised_by_us(error: BaseException) -> bool:
 
 
 def _leave(number: int, frame: object = None) -> NoReturn:
-    for clean_up in _before_leaving:
-        clean_up()
     _end(failure.INTERRUPTION if number == signal.SIGINT else str(failure.Terminated()), 128 + number)
 
 
@@ -139,7 +135,7 @@ def _signals() -> Iterator[None]:
     taken: list[int] = []
     repeated: list[int] = []
 
-    def explain() -> None:
+    def note_wait() -> None:
         cli.note("interrupted; it ends after the computation in progress, and Ctrl-C again ends it at once")
 
     def take(number: int) -> None:
@@ -151,7 +147,7 @@ def _signals() -> Iterator[None]:
         if len(taken) > 1:
             _leave(number)
         if number == signal.SIGINT:
-            _later(PATIENCE_S, explain)
+            _later(PATIENCE_S, note_wait)
 
     def raise_again(ignored: Any) -> None:
         """Takes an error that Python ignores, of a finalizer or a callback of the garbage collector: it may be that of a signal."""
@@ -181,11 +177,13 @@ def _later(seconds: float, call: Callable[[], None]) -> None:
 
 def _end(message: str, code: int) -> NoReturn:
     """Ends the process immediately: its usual end waits for threads that compile, which takes minutes."""
-    with contextlib.suppress(OSError):
+
+    def show() -> None:
         if os.isatty(1):
             os.write(1, SHOW_CURSOR)  # a progress display hides it
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+    failure.end_process(code, [*_before_leaving, sys.stdout.flush, show])
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, NoReturn
 
 from sharding.system.multihost import transport
 
 # Priorities of error reports. If several hosts fail, the report with the lowest number is the cause.
 MISTAKE, INTERRUPTED, DIED, BUG, REMOTE = range(5)
+LAST_STEPS_S = 5.0  # before the end of a process that must end now
 SETTLE_S = 1.0  # a collective can break on one host before another host reports the cause
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint, if there is one"
 DEATH = "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
@@ -100,13 +101,14 @@ class Shutdown:
     def exit(self, end: dict) -> None:
         """Ends this process: prints the line of `end` (a `Peers.end` message) and exits with its code. A second caller blocks."""
         self._exiting.acquire()
-        for clean_up in self.cleanups:
-            clean_up()
-        if end["host"] == self._peers.index and self._traceback:
-            print(self._traceback, file=sys.stderr, end="")
-        print(end["line"], file=sys.stderr, flush=True)
+
+        def show() -> None:
+            if end["host"] == self._peers.index and self._traceback:
+                print(self._traceback, file=sys.stderr, end="")
+            print(end["line"], file=sys.stderr, flush=True)
+
         # Threads in a collective cannot be joined, and JAX's own exit would wait for the other hosts.
-        os._exit(end["code"])
+        end_process(end["code"], [*self.cleanups, show])
 
     def watch_signals(self, on_notice: Callable[[], bool]) -> None:
         """Makes SIGTERM and Ctrl-C end all hosts, even while the main thread is blocked, but not a SIGTERM at which `on_notice` is True."""
@@ -158,3 +160,22 @@ def signals_in_thread(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         wakeup.close()
+
+
+def end_process(code: int, last_steps: Iterable[Callable[[], object]]) -> NoReturn:
+    """Ends the process after `last_steps`, whose errors do not count, and without waiting for other threads.
+
+    The steps get `LAST_STEPS_S` in all: a terminal that Ctrl-S has stopped takes no line.
+    """
+
+    def run() -> None:
+        for step in last_steps:
+            with contextlib.suppress(Exception):
+                step()
+
+    try:
+        thread = threading.Thread(target=run, name="last steps", daemon=True)
+        thread.start()
+        thread.join(LAST_STEPS_S)
+    finally:
+        os._exit(code)

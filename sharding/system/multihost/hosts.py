@@ -128,10 +128,8 @@ class Hosts:
         if not self._take_notice():
             line = f"error: {failure.INTERRUPTION}"
             self._shutdown.exit({"host": self.index, "line": line, "code": 128 + number})
-        if number == signal.SIGINT:
-            # The terminal may be gone, or a line is being printed just now.
-            with contextlib.suppress(OSError, RuntimeError):
-                cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
+        if number == signal.SIGINT:  # a terminal that takes no line must not delay the next signal
+            threading.Thread(target=_note_end, name="note-end", daemon=True).start()
 
     def _take_notice(self) -> bool:
         """Handles SIGTERM in a `terminable` block; returns False if it is this host's second, or outside of such a block.
@@ -195,6 +193,11 @@ class Hosts:
         header, body = self._inbox.get()
         assert header["kind"] == kind, f"host 0 sent {header['kind']}, host {self.index} waits for {kind}"
         return header, body
+
+
+def _note_end() -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
 
 
 ALONE = Hosts()

@@ -118,6 +118,8 @@ def test_a_signal_during_the_imports_ends_a_command(tmp_path, number, after_s, w
         # Python ignores an error in __del__.
         ("finalized.append(Finalized()); finalized.clear(); time.sleep(60)", ["error: terminated; "]),
         ("send(15); fail_if_interrupted()", ["error: terminated; "]),
+        ("command.before_leaving(clean_up); raise KeyboardInterrupt", ["removed", "error: interrupted; "]),
+        ("hang_up(); send(2, 3.0); compute()", []),
     ],
 )
 def test_a_signal_ends_a_command_soon_and_with_its_line(tmp_path, code, lines):
@@ -143,6 +145,14 @@ def fail_if_interrupted():  # as with a child of the same process group, which e
     except KeyboardInterrupt:
         raise ValueError("the worker0 process ended")
 
+def clean_up():
+    print("removed", file=sys.stderr)
+
+def hang_up():  # as `2>&1 | head` does
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
 class Finalized:
     def __del__(self):
         signal.raise_signal(15)
@@ -155,7 +165,7 @@ command.run(main)
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     found = result.stderr.splitlines()
     assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
-    assert result.returncode == (143 if "terminated" in lines[-1] else 130)
+    assert result.returncode == (143 if "terminated" in "".join(lines) else 130)
 
 
 def test_a_python_without_jax_is_one_line():

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -267,27 +268,42 @@ def test_a_process_alone_notices_one_signal_per_run(number, word, monkeypatch):
         assert caught.value.number == number and str(caught.value).startswith(word)
 
 
-def test_a_second_ctrl_c_ends_a_process_alone_in_the_middle_of_a_computation():
-    """A train step of minutes held both: its user saw nothing, and then a process that ended without a line."""
+@pytest.mark.parametrize("terminal", ["reads", "stopped", "gone"])
+def test_a_second_ctrl_c_ends_a_process_alone_in_the_middle_of_a_computation(terminal):
+    """A train step of minutes held both: its user saw nothing, and then a process that ended without a line.
+
+    A line that a terminal does not take (Ctrl-S, or `2>&1 | head`) delays no signal.
+    """
     program = """
-import hashlib
+import hashlib, os, sys
 from sharding.system.multihost import hosts
 
 with hosts.ALONE.terminable():
+    os.set_blocking(2, sys.argv[1] != "stopped")
+    try:
+        while sys.argv[1] == "stopped":
+            os.write(2, b"." * 4096)
+    except BlockingIOError:
+        os.set_blocking(2, True)
     print("computes", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no code of Python runs for minutes
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "computes\n"
-        process.send_signal(signal.SIGINT)
-        assert "Ctrl-C again" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == f"error: {failure.INTERRUPTION}\n" and process.returncode == 130
-    finally:
-        process.kill()
+    command, pipes = [sys.executable, "-c", program, terminal], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "computes\n"
+            if terminal == "gone":
+                process.stderr.close()
+            process.send_signal(signal.SIGINT)
+            if terminal == "reads":
+                assert "Ctrl-C again" in process.stderr.readline()
+            else:
+                time.sleep(1.0)  # two that are pending are one
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            assert terminal != "reads" or process.stderr.read() == f"error: {failure.INTERRUPTION}\n"
+        finally:
+            process.kill()
 
 
 def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
@@ -298,8 +314,11 @@ def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
         def writable(self):
             return True
 
+        is_signaled = False
+
         def write(self, data):
-            if not alone.is_terminating:
+            if not self.is_signaled:
+                self.is_signaled = True
                 signal.raise_signal(signal.SIGINT)
             return len(data)
 
@@ -314,7 +333,7 @@ def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
                 signal.raise_signal(signal.SIGINT)
             else:
                 print("step 7", file=stderr, flush=True)
-            assert alone.is_terminating
+            proxy.wait_until(lambda: alone.is_terminating, 60, "the thread that takes it")
             raise failure.Terminated("step 7")
 
 
