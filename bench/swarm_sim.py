@@ -82,9 +82,8 @@ class Simulation:
         self.queue = group_queue.GroupQueue()
         sizes = {"prompts_per_step": swarm.groups, "max_lag": swarm.lag, "max_off_policy": swarm.off_policy}
         rl = base.get_config().rl
-        rl.update(
-            batch=swarm.batch, oversampling=swarm.oversampling, num_steps=2**31, **sizes
-        )  # of a run without an end
+        sizes["num_steps"] = 2**31  # of a run without an end
+        rl.update(batch=swarm.batch, oversampling=swarm.oversampling, **sizes)
         self.batches = batches_lib.Batches(rl, self.queue, self.make_groups)
         self.share = work_share.WorkShare(self.lease_s)
         marks = {"min_rate": 1.0, "invited_rate": 1.0, "invited": [f"n{i}" for i in range(swarm.nodes)]}

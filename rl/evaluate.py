@@ -47,7 +47,8 @@ from rl.experiment.plan import sizes
 from rl.experiment.reporting import metrics
 from rl.learning.learner import train_step
 from rl.protocol import env_mix, timeline
-from rl.swarm import colocated_server, evaluations, rollout_system
+from rl.swarm import colocated_server, rollout_system
+from rl.swarm import evaluations as evaluations_lib
 from sharding.mesh import checkpoint, rules
 from sharding.weights import broadcast, bucket
 
@@ -144,9 +145,9 @@ def main() -> None:
             exp, pathlib.Path(scratch), weights, policy, progress.say, server=server
         )
         with system as orchestrator:
-            with evaluations.Evaluations(exp, orchestrator, workdir, writer, progress, changed) as found:
-                found.begin(step, names=names_of_sets)
-                collections.deque(found.finished(wait=True), maxlen=0)
+            with evaluations_lib.Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
+                evaluations.begin(step, names=names_of_sets)
+                collections.deque(evaluations.finished(wait=True), maxlen=0)
     if changed:
         path = workdir / "other_evaluations.json"
         progress.say(f"saved in {path}, apart from the run's own, because of {', '.join(changed)}")

@@ -34,9 +34,8 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         body = await web.read_schema(http, schemas.Generate, max_body_bytes)
         adapter = server.adapter_of(body.model)
         top = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
-        given = {
-            name: value for name, value in top.items() if value is not None and value is not False
-        }  # 0 is a version
+        # Those that were sent: 0 is a version.
+        given = {name: value for name, value in top.items() if value is not None and value is not False}
         sampling = body.sampling_params.model_copy(update=given)
         num_top = 0 if sampling.logprobs in (None, 0, 1) else sampling.logprobs
         request = server.make_request(sampling, body.token_ids, top_logprobs=num_top, adapter=adapter)

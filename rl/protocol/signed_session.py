@@ -171,10 +171,8 @@ def _json(response: httpx.Response) -> Any:
     try:
         return response.json()
     except (ValueError, RecursionError) as error:  # of a proxy or a sign-in page in between, or damaged on the way
-        found = (
-            f"{response.url.path} is answered with text that is not JSON, as by another program: {response.text[:80]!r}"
-        )
-        raise httpx.DecodingError(found, request=response.request) from error
+        found = f"{response.url.path} is answered with text that is not JSON, as by another program"
+        raise httpx.DecodingError(f"{found}: {response.text[:80]!r}", request=response.request) from error
 
 
 def _retry_after_s(error: httpx.HTTPError) -> float:

@@ -124,9 +124,8 @@ def files_in(path: pathlib.Path) -> dict[str, pathlib.Path]:
         place = pathlib.Path(folder)
         shown = [name for name in names if not name.startswith(".") and name != "__pycache__"]
         targets = {name: (place / name).resolve() for name in shown}
-        inner = {
-            name: target for name, target in targets.items() if target not in above[place]
-        }  # else it would have no end
+        # A link to a folder above would have no end.
+        inner = {name: target for name, target in targets.items() if target not in above[place]}
         above |= {place / name: above[place] | {target} for name, target in inner.items()}
         names[:] = sorted(inner)
         files = (place / name for name in own if not name.startswith("."))

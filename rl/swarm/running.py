@@ -33,7 +33,8 @@ from rl.learning.learner import reference as reference_lib
 from rl.learning.learner import train_step
 from rl.protocol import task_schedule, timeline
 from rl.protocol.ledger import run_ledger
-from rl.swarm import colocated_server, evaluations, live, rollout_system
+from rl.swarm import colocated_server, live, rollout_system
+from rl.swarm import evaluations as evaluations_lib
 from rl.swarm.orchestrator import assembly
 from rl.swarm.orchestrator import orchestrator as orchestrator_lib
 from rl.swarm.orchestrator.remote import client
@@ -71,7 +72,7 @@ class FirstHost:
 
     orchestrator: Orchestrator
     ledger: Ledger
-    evaluations: evaluations.Evaluations
+    evaluations: evaluations_lib.Evaluations
 
 
 @dataclasses.dataclass
@@ -389,13 +390,15 @@ def _evaluating(
     if orchestrator is None or ledger is None:
         yield None
         return
-    with evaluations.Evaluations(place.exp, orchestrator, place.workdir, place.writer, place.progress) as found:
+    with evaluations_lib.Evaluations(
+        place.exp, orchestrator, place.workdir, place.writer, place.progress
+    ) as evaluations:
         # Read at every resume: a damaged file must not wait for the last step.
-        if (score := evaluations.saved_score(place.workdir, restored.start)) is not None:
+        if (score := evaluations_lib.saved_score(place.workdir, restored.start)) is not None:
             restored.checkpointer.score(restored.start, score)
         else:
-            found.begin(restored.start)
-        yield FirstHost(orchestrator, ledger, found)
+            evaluations.begin(restored.start)
+        yield FirstHost(orchestrator, ledger, evaluations)
 
 
 def _feed(place: Place, remote: client.RemoteOrchestrator | None) -> Callable[[int, Any], packing.TrainBatch]:

@@ -13,8 +13,8 @@ from rl.envs.packages import package as package_lib
 def begin(config) -> process_lib.Beginning | None:
     """Returns the process that loads the environment of a run, which `tryout.rehearse` takes; the caller closes it.
 
-    Returns None for an environment of this release or of the user, on a host other than the first, and for an environment that
-    cannot be found or isolated: the rehearsal reports it.
+    Returns None for an environment of this release or of the user, on a host with a `topology.process_id` above 0, and for an
+    environment that cannot be found or isolated: the rehearsal reports it.
     """
     is_foreign = config.env.name.partition(":")[0] in package_lib.FRAMEWORKS
     if config.envs or not is_foreign or config.topology.process_id > 0:

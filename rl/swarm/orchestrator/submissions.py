@@ -123,11 +123,13 @@ class Submissions:
                 else:
                     state.counts["unleased"] += len(of)
                     found = f"refused: {NOT_LEASED if digest is None else NOT_SIGNED}"
-            reply = replies["/".join(map(str, key))] = found.reply if isinstance(found, _Taken) else Future()
             if isinstance(found, _Taken):
                 taken.append(found)
+                reply = found.reply
             else:
+                reply = Future()
                 reply.set_result(found)
+            replies["/".join(map(str, key))] = reply
         self._check_in_turns(taken)
         return replies
 

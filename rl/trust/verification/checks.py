@@ -204,10 +204,9 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     if low != high and np.any(versions[1:] < versions[:-1]):
         return Verdict(Reason.VERSIONS, "versions decrease along the sequence")
     before = 0
+    # Each other split of a prompt would be one more sample to choose from.
     for start, end in rollout.spans if low != high else ():
-        if (
-            versions[before:start] != versions[start - 1]
-        ).any():  # else each split would be one more sample to choose from
+        if np.any(versions[before:start] != versions[start - 1]):
             return Verdict(Reason.VERSIONS, f"several versions prefilled the prompt before token {start}")
         before = end
     if _pins_others(group, low, high):

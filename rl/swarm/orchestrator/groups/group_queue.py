@@ -317,9 +317,8 @@ class GroupQueue:
         return collections.Counter({state: number for state in State if (number := self._index.count[state])})
 
     def _late(self, num_looks: int, is_late: IsTrue, leaves_room: IsTrue, worker: str = "") -> Iterator[Key]:
-        for key in (
-            key for keys in (self._index.aging, self._index.shared) for key in itertools.islice(keys, num_looks)
-        ):
+        both = self._index.aging, self._index.shared
+        for key in itertools.chain.from_iterable(itertools.islice(keys, num_looks) for keys in both):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
             if num_counted < queue_entry.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
