@@ -162,11 +162,22 @@ def _signals() -> Iterator[None]:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:
-            if taken:
-                raise failure.Terminated() if taken[0] == signal.SIGTERM else KeyboardInterrupt() from error
+            interrupt = _interrupt_before(error)  # which the thread may not have taken yet
+            if taken and not interrupt:
+                interrupt = failure.Terminated() if taken[0] == signal.SIGTERM else KeyboardInterrupt()
+            if interrupt:
+                raise interrupt from None
             raise
         finally:
             sys.unraisablehook = before
+
+
+def _interrupt_before(error: BaseException) -> BaseException | None:
+    """Returns the error of a signal during whose handling `error` was raised; None if there is none, or it names a checkpoint."""
+    before = error.__context__
+    while before and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before if before and not before.args else None
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:
