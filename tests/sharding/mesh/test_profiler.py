@@ -36,7 +36,7 @@ def test_the_steps_that_were_asked_for_are_recorded(tmp_path, steps, ran, expect
 
 
 def test_the_memory_of_each_program_is_that_of_its_arrays(tmp_path):
-    """In a profile of a run that begins and ends in the steps that were asked for."""
+    """The profile of the run begins and ends in the steps that were asked for."""
 
     def squares_of_it(x):
         return x + 1, jnp.tanh(x @ x)
