@@ -66,7 +66,8 @@ class Client:
         """Creates a client of the servers at `urls`. A request that fails is retried for `give_up_s`.
 
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
-        in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
+        in `keys`, by its URL, must sign the samples of a request with proofs, for the run whose public key is `run`; else its reply is
+        malformed.
         """
         self.servers = server_choice.ServerChoice(urls, keys or {})
         self.give_up_s, self.run = give_up_s, run
@@ -178,7 +179,7 @@ class _Request:
                 self._servers.end(attempt.url, self._clock(), self._num_samples, problem=None)
 
     def _send(self) -> None:
-        """Sends the request to a server that is free, if none has it or the last one is late."""
+        """Sends the request to one more server, if one is free, and if no attempt runs or the newest one takes longer than expected."""
         now_s, sampling = self._clock(), self._body["sampling_params"]
         if self._pending:
             last = self._pending[-1]

@@ -90,7 +90,10 @@ class ModelFlops:
         return 2 * length * (self.multiplied - self.head) + self.per_key * keys
 
     def attention_flops(self, keys: float) -> float:
-        """Returns the forward FLOPs of attention for one token that reads `keys` keys, in sliding layers at most the window."""
+        """Returns the forward FLOPs of the attention scores and the weighted values of one token, over all layers, without projections.
+
+        The token reads `keys` keys, in sliding layers at most the window.
+        """
         config = self.config
         read = sum(min(keys, config.window) if config.is_sliding(layer) else keys for layer in range(config.num_layers))
         return self.per_key * read

@@ -142,7 +142,7 @@ def extend(
 
 
 def embed(params: Params, config: config_lib.ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array):
-    """Returns the input of the first layer: embeddings [B, T, D], and the rotary tables {True for sliding layers: rotation}."""
+    """Returns the embeddings [B, T, D], which the first layer reads, and a rotary table for each kind of layer: {is_sliding: table}."""
     kinds = {config.is_sliding(index) for index in range(config.num_layers)}
     rotations = {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
     table_VD = params["embed"]

@@ -27,7 +27,7 @@ from sharding.system import atomic_file, cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs a command; returns the exit code: 0, 1 after an error, which is printed, or 130 after Ctrl-C."""
     parser = cli.Parser(
         prog="python -m rl.rollouts",
         description=__doc__,

@@ -7,7 +7,10 @@ from sharding.system import cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `serve`, `key`, or `calibrate`; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs a command; returns the exit code: 0, 1 after an error, which is printed, or 130 after Ctrl-C.
+
+    Ctrl-C is the regular end of `serve`, which then returns 0.
+    """
     parser = cli.Parser(prog="python -m rl.validator", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     routes.add_arguments(commands.add_parser("serve", help="check rollouts over HTTP"))

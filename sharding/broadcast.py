@@ -44,7 +44,7 @@ MAX_DAYS = 36525  # of a root: a century
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command of `python -m sharding.broadcast`. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
+    """Runs a command; returns the exit code: 0, 1 after an error, which is printed, or 130 after Ctrl-C."""
     return cli.run(_parser(), argv)
 
 

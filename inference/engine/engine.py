@@ -212,7 +212,7 @@ class Engine:
     ) -> tuple[kv_cache.Cache, tuple[jax.Array, ...]]:
         """Prefills one chunk, int32 [1, T], of a prompt whose first `start` tokens are in `cache`. T is in `config.chunks`.
 
-        The cache is donated (not usable afterwards) unless it is shared; pass None if `start` is 0. Returns (the new cache, of a size in
+        The cache is donated (not usable afterwards) unless `is_shared`; pass None if `start` is 0. Returns (the new cache, of a size in
         `config.key_counts`, and the experts chosen in this chunk: an empty tuple unless the engine records them).
         """
         size = self.config.num_keys(start + tokens_1T.shape[1])
@@ -411,7 +411,11 @@ class Engine:
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError if the mesh has a context axis above 1, or the slots do not divide over its batch shards."""
+    """Raises ValueError if an engine of `config` cannot run on `mesh`.
+
+    The context axis must be 1, and the slots must divide over the batch shards. With several shards, `num_pages` must be 0, AUTO, or the
+    pages of all slots.
+    """
     if mesh.shape["context"] > 1:
         raise ValueError(
             f"mesh axis context={mesh.shape['context']} must be 1 for a server, because decoding reads one token at a "

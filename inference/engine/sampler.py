@@ -22,7 +22,7 @@ Array = jax.Array | np.ndarray
 
 @struct.dataclass
 class Sampling:
-    """The sampling parameters of B sequences, as arrays [B]. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
+    """The sampling parameters of B sequences, as arrays [B]; biases are [B, M]. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off."""
 
     seed: Array  # uint32
     temperature: Array  # float32

@@ -75,9 +75,9 @@ class ProofResult:
 
 
 def encode(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[bytes]:
-    """Returns one proof per chunk of hidden states, from its k largest: (indices row * D + column, their bf16 bit patterns).
+    """Returns one proof per chunk of hidden states. `tops` has the k largest of each chunk: (indices row * D + column, bf16 bit patterns).
 
-    The proof is b"" for a chunk with NaN or inf (always in its top k), or if no modulus keeps the indices distinct, which was
+    The proof is b"" for a chunk with NaN or inf, which are always among the k largest, or if no modulus keeps the indices distinct, which was
     never observed. Every verifier rejects b"" as "length". Nothing is raised: one bad chunk must not affect others.
     """
     proofs = [b""] * len(tops)

@@ -81,7 +81,10 @@ class RowLog:
         return self.directory / f"step_{step}.log"
 
     def _write(self) -> None:
-        """Writes the records that wait."""
+        """Writes the records that wait, once the futures that they come after have results, and sets their own futures.
+
+        Their result is None once they are durable. After an error, `on_failure` gets it, and so do these futures and all later ones.
+        """
         with self._lock:
             items, self._waiting = self._waiting, []
         try:

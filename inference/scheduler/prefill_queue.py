@@ -219,7 +219,10 @@ class PrefillQueue:
         return len(self._ready) > num_ready
 
     def _start_long(self, group: sequence_lib.SequenceGroup, found: prefix_cache.Found | None) -> None:
-        """Starts the prefill of a prompt in chunks after its longest cached prefix; a fully cached one becomes ready."""
+        """Starts the prefill of a prompt in chunks after its longest cached prefix.
+
+        A wholly cached prompt becomes ready if the version in use computed its last part; else that part is computed again.
+        """
         tokens, config = group.request.tokens, self._engine.config
         found = found or prefix_cache.Found(0, prefix_cache.of_one_prompt(tokens, (), ()), 0, 0, ())
         num_done = found.num_tokens

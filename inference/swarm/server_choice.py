@@ -81,10 +81,10 @@ class ServerChoice:
         tried: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
     ) -> str | None:
-        """Returns the URL of a server for a request of `num_samples`; None if all fail, are busy, or have versions below `min_version`.
+        """Returns the URL of a server for a request of `num_samples`; None if each fails, is busy, is in `avoid`, or has a version below `min_version`.
 
-        The server is one that the request tried least often (`tried` counts by URL), and not one of `avoid`. Equal `sticky` keys get
-        the same server where possible.
+        Chosen are the servers that the request tried least often (`tried` counts by URL), and of these the ones with nearly the least
+        load. Equal `sticky` keys get the same one of them where possible; without a key it is the first.
         """
         times = collections.Counter(tried or {})
         found = {

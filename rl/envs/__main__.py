@@ -28,7 +28,7 @@ from sharding.system import sandbox as sandbox_lib
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs a command; returns the exit code: 0, 1 after an error, which is printed, or 130 after Ctrl-C."""
     parser = cli.Parser(prog="python -m rl.envs", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser(

@@ -20,7 +20,7 @@ NAMES = ("endpoint", "annotate", "compare", "leaderboard")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs a command; returns the exit code: 0, 1 after an error, which is printed, or 130 after Ctrl-C."""
     parser = cli.Parser(prog="python -m rl.evaluate", description="Scores models without a checkpoint of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("endpoint", help="score any model with an OpenAI API on held-out tasks")

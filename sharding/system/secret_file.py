@@ -45,7 +45,10 @@ def check(text: str, found: str) -> str:
 
 
 def read_or_create(path: str | os.PathLike) -> str:
-    """Returns the secret in a file; generates a random one, in a file for the owner alone, if the file does not exist."""
+    """Returns the secret in a file; generates a random one, in a file for the owner alone, if the file does not exist.
+
+    Raises ValueError if the file cannot be created, has fewer than `MIN_CHARACTERS`, or is not one that `read` accepts.
+    """
     try:
         with contextlib.suppress(FileExistsError):  # never replaces a secret
             atomic_file.write(path, secrets.token_urlsafe(32).encode() + b"\n", secret=True)

@@ -29,7 +29,7 @@ KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|colle
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled program, such as an all-gather. All of its executions are alike."""
+    """One collective instruction of a compiled program, such as an all-gather. Each execution has the same size and group."""
 
     kind: str  # one of KINDS
     count: float  # executions in one run of the program

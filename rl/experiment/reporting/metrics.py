@@ -309,14 +309,14 @@ class Bar:
 
 
 class _Status(rich.progress.ProgressColumn):
-    """The column of the terminal display with a task's status, the text that its field `status` returns when called."""
+    """The column of the terminal display with a task's status: the text that the function in `task.fields["status"]` returns."""
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
         return rich.text.Text(task.fields["status"]())
 
 
 def format_value(value: Any) -> str:
-    """Formats a number with three digits and at most eight characters: 0.433, 256, 8.1k, 3.1e-08. Returns a string as it is."""
+    """Formats a number in short: whole ones below 100,000 in full (12345), others as 0.433, 81.2k, or 3.1e-08. Returns a string as it is."""
     if isinstance(value, str) or not math.isfinite(value):
         return str(value)
     value, size = float(value), abs(value)

@@ -36,7 +36,7 @@ class MicroBatches(struct.PyTreeNode):
         return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
 
     def scored(self, logp_BT: jax.Array) -> "MicroBatches":
-        """Returns this micro-batch with a complete `old_logp`: `logp_BT` without gradient where `is_own`, else unchanged."""
+        """Returns this micro-batch with `logp_BT`, without gradient, as its `old_logp` if `is_own` is True, else unchanged."""
         if self.is_own is None:
             return self
         return self.replace(old_logp=jnp.where(self.is_own, jax.lax.stop_gradient(logp_BT), self.old_logp))

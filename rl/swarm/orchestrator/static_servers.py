@@ -84,7 +84,7 @@ def _problem(update: asyncio.Future) -> str:
 
 
 async def _poll(http: httpx.AsyncClient, url: str, problem: str) -> registry.Report:
-    """Returns the report of a server with this problem, as its health shows it. Raises ValueError or httpx.HTTPError if it has none."""
+    """Returns the report of the server at `url`, read from its health, with `problem` added. Raises ValueError or httpx.HTTPError without a valid reply."""
     response = await bounded_reply.fetch(http, "GET", f"{url}/health", client_lib.MAX_HEALTH_BYTES, HEALTH_S)
     if response.status_code != 200:
         raise ValueError(client_lib.error_message(response))

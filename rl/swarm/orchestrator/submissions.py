@@ -208,9 +208,10 @@ class Submissions:
             self._checkers.submit(client, judge_some).add_done_callback(end)
 
     def _judge(self, taken: _Taken) -> Generator[Future, None, str]:
-        """Judges a group: checks it without weights, waits until it is recorded and on disk, and rejects it, quarantines it, or lets it pass.
+        """Judges a group: checks it without weights, waits until it is on disk, and rejects it, quarantines it, or lets it pass.
 
-        This coroutine yields the future for which it waits, and returns the reply.
+        On disk are its entry in the ledger and, of an accepted training group, its rollouts. This generator yields the future for
+        which it waits. It returns the reply, `VOID` if the queue has dropped or replaced the group meanwhile.
         """
         entry, durable, key = taken.entry, taken.recorded, taken.entry.group.key
         with self.locked as state:

@@ -75,7 +75,10 @@ class State:
         return {name: json.loads(value) for name, value in rows}
 
     def commit(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes values by kind and name, durably and all at once. None deletes a value."""
+        """Writes `values`, {kind: {name: value}}, durably and in one transaction. The value None deletes an entry.
+
+        A kind in `BOUNDED` then loses its oldest entries above `MAX_ENTRIES` or `MAX_BYTES`.
+        """
         with self._lock, storage.transaction(self._connection):
             for kind, by_name in values.items():
                 for name, value in by_name.items():

@@ -89,8 +89,9 @@ def amend(
 ) -> bytes:
     """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`. The new root expires at `expires_s` (Unix time).
 
-    `online` and `root` are the hex public keys that have these roles from now on, each alone: others are revoked. Empty ones stay as
-    they were. Raises ValueError.
+    `online` and `root` are hex public keys. They replace all keys that had the role before; an empty list keeps those. `signers` are private
+    keys: enough root keys of the root before, and of the new one. Raises ValueError if these are not enough, if a role has no key, and if
+    `data` or a key is malformed.
     """
     before = read(data)[-1].signed if data else Root(version=1, expires=NEVER)
     until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)

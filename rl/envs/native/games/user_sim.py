@@ -97,7 +97,7 @@ def build(
 
 
 def _order(text: str) -> list[str]:
-    """Returns the values of an order, or an empty list for another message."""
+    """Returns the words after "order" in a message that begins with this word, such as "order 4 noon"; [] for any other."""
     words = text.strip().split()
     return words[1:] if words and words[0] == "order" else []
 

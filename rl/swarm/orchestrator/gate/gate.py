@@ -32,7 +32,11 @@ class Admission:
         self.policy = {"kind": self.kind, "min_stake": trust.min_stake, "work_bits": trust.work_bits}
 
     def admit(self, worker: str, request: dict) -> None:
-        """Raises ValueError if the policy of the run does not let this key take part. `request` has its proof of work."""
+        """Raises ValueError if the policy of the run does not let this key take part.
+
+        Judged are requests with the field "work", which are leases and heartbeats; all others pass. The proof of work in this field is
+        checked only under the policy "work".
+        """
         if worker in self._invited or self.kind == "open" or "work" not in request:
             return
         if self.kind == "invited":
