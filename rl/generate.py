@@ -223,7 +223,9 @@ async def _policy(servers: Sequence[str], give_up_s: float) -> tuple[int, int]:
                     raise ConnectionError(f"{text}; start python -m inference.serve, and repeat the command") from error
                 await asyncio.sleep(1.0)
     if len(set(found.values())) > 1:
-        raise ValueError(f"the servers have different policies: {found}; serve one")
+        raise ValueError(
+            f"the servers have different policies (version, epoch): {found}; serve the same weights on all"
+        )
     return next(iter(found.values()))
 
 

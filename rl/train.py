@@ -250,8 +250,10 @@ def _check_finite(step: int, values: dict[str, float], packed: packing.TrainBatc
     checkpointer.wait()
     if values["loss/skipped"] == 1:
         run.save(step - 1, run.state.replace(step=run.state.step - 1))
-    found = f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is {file}, its rollouts are in"
-    found += f" {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}"
+    found = f"{bad} is {values[bad]} at step {step}; nothing of this step was published; its batch is {file}, its rollouts are in"
+    found += (
+        f" {workdir / 'rollouts' / f'step_{step}'}, and the last good checkpoint is step {checkpointer.latest_step()}"
+    )
     remedy = "look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
     raise ValueError(f"{found}; {remedy}")
 

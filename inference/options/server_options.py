@@ -123,7 +123,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {url!r} is not a URL; write http://HOST:PORT")
     if args.orchestrator and not (args.key and args.weights):
         found = f"--orchestrator {args.orchestrator} needs --key, by which a server signs in, and --weights"
-        raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
+        missing = {"--key FILE": args.key, "--weights SOURCE": args.weights}
+        raise ValueError(f"{found}; add {' and '.join(name for name, value in missing.items() if not value)}")
     if args.key and not (args.orchestrator or args.run):
         raise ValueError(f"--key {args.key} signs samples for one run; add --run with the run's public key")
     if args.dtype not in ("auto", *DTYPES):

@@ -36,8 +36,11 @@ def check(data: bytes, *, max_rows: int | None = None) -> dict[str, list[int]]:
     check_size(len(data))
     most_rows = MAX_ROWS if max_rows is None else min(max_rows, MAX_ROWS)
     footer_bytes = int.from_bytes(data[-8:-4], "little")
-    if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise ValueError("rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write it again")
+    if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= len(data) - 12:
+        raise ValueError(
+            "rollout file: not readable as Parquet: no PAR1 at both ends, or no whole footer; write it again"
+        )
+    _check_most(footer_bytes, MAX_FOOTER_BYTES, "bytes of footer")
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)

@@ -155,7 +155,7 @@ class InferenceServer:
         """
         if sampling.routed_experts_prompt_start >= max(len(tokens), 1):
             start = f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start}"
-            raise ValueError(f"{start} is past the prompt's {len(tokens)} tokens; send a smaller one")
+            raise ValueError(f"{start} is not below the prompt's {len(tokens)} tokens; send a smaller one")
         if bad := [token for token in sampling.logit_bias if not re.fullmatch(r"\d{1,9}", token)]:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.engine.tokenizer.stop_ids

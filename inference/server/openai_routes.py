@@ -136,7 +136,7 @@ async def _reply(
     """
     for name in ("return_routed_experts", "prompt_logprobs"):
         if body.stream and (value := getattr(body, name)) is not None and value is not False:
-            raise ValueError(f"{name} = {value} is not supported in a stream; send stream = false")
+            raise ValueError(f"{name} = {value} is not supported in a stream; leave it out, or send stream = false")
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
     options = {"top_logprobs": top_logprobs, "adapter": server.adapter_of(body.model)}

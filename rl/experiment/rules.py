@@ -237,9 +237,13 @@ def _check_addresses(config: config_dict.ConfigDict) -> None:
 def _check_validators(config: config_dict.ConfigDict) -> None:
     keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
     for validator, key in zip(config.trust.validators, keys, strict=True):
-        if not (sockets.is_url(validator) and text_lib.is_hex(key)) or keys.count(key) > 1:
-            found = f"trust.validators contains {validator!r}; write http://HOST:PORT#KEY with its public key of 64 hex digits"
-            raise ValueError(f"{found}, each key once")
+        found = f"trust.validators contains {validator!r}"
+        if not sockets.is_url(validator):
+            raise ValueError(f"{found}, which is not a URL; write http://HOST:PORT#KEY")
+        if not text_lib.is_hex(key):
+            raise ValueError(f"{found}, without a public key; write http://HOST:PORT#KEY with its 64 hex digits")
+        if keys.count(key) > 1:
+            raise ValueError(f"{found}, whose key is listed more than once; remove the repetition")
     if config.trust.quorum > len(config.trust.validators):
         found = f"trust.quorum = {config.trust.quorum} exceeds the {len(config.trust.validators)} trust.validators"
         raise ValueError(f"{found}; lower it, or name more validators")
@@ -280,7 +284,8 @@ def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
                 )
             kind = (int, float) if field == "temperature" else int
             if not (isinstance(value, kind) and least[field] <= value < math.inf):
-                rule = f"must be a number of at least {least[field]}; correct it"
+                number = "a number" if field == "temperature" else "a whole number"
+                rule = f"must be {number} of at least {least[field]}, and finite; correct it"
                 raise ValueError(f"evaluation.sets.{name}.{field} = {value!r} {rule}")
 
 
@@ -447,7 +452,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
 
 
 def contradictions_of_training(c: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields the contradictions that supervised fine-tuning can have, too: in the model, and in the lengths of conversations."""
+    """Yields an error text for each contradiction that supervised fine-tuning can have, too: in the model, in lengths, and in early stopping."""
     model, length, row = c.model, c.inference.max_model_len, c.train.row_length
     if c.warmup.patience > 0 and not c.warmup.eval_every:
         yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"

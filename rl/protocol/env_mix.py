@@ -273,7 +273,9 @@ def _entry(key: str, fields: Any, defaults: Mapping[str, Any]) -> Entry:
             raise ValueError(f"envs.{key}.{name} = {value!r} is not {word}; correct it")
     for name in ("ratio", "weight"):
         if not 0 < values[name] < math.inf:
-            raise ValueError(f"envs.{key}.{name} = {values[name]} must be above 0; raise it, or remove envs.{key}")
+            raise ValueError(
+                f"envs.{key}.{name} = {values[name]} must be above 0, and finite; correct it, or remove envs.{key}"
+            )
     return Entry(key, options=_plain(options), **values)
 
 

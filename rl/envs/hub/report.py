@@ -54,7 +54,7 @@ def read(path: str | os.PathLike, signer: str = "") -> dict:
     """Returns the report in a file. Raises ValueError if it is malformed, changed, or signed by another key than `signer` (hex; "": any)."""
     path = pathlib.Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; name the file of a report")
+        raise ValueError(f"{path} is not a file; name the file of a report")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} is larger than {MAX_BYTES} bytes, so it is not a report; name another file")
     try:

@@ -269,10 +269,13 @@ def _session_id(call_id: str) -> str:
 
 
 def _max_tokens(body: Any) -> int | None:
-    found = getattr(body, "max_completion_tokens", None) or body.max_tokens
-    if found is not None and found < 1:
-        raise ValueError(f"max_tokens = {found} is below 1; raise it")
-    return found
+    """Returns the most tokens that a request asks for: the first of the two fields that it sends, or None."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (found := getattr(body, name, None)) is not None:
+            if found < 1:
+                raise ValueError(f"{name} = {found} is below 1; raise it")
+            return found
+    return None
 
 
 def _trains(body: Any) -> bool:

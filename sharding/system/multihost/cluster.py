@@ -43,7 +43,7 @@ def detect(
         given = f"coordinator = {coordinator!r}, {given} do not give this process a place"
         raise ValueError(f"{given}, and JAX finds no cluster; set all three")
     if not 0 <= index < count:
-        raise ValueError(f"process_id = {index} must be below num_processes = {count}; count from 0")
+        raise ValueError(f"process_id = {index} must be 0 to {count - 1}, as num_processes = {count}; correct it")
     if not address.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator = {address!r} must be HOST:PORT of host 0; correct it")
     return address, index, count, device_ids

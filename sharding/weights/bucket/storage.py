@@ -127,7 +127,7 @@ class Storage:
                 self._note_answer()
                 return result
             self._closed.wait(pauses.next_s())
-        raise journal.Unavailable(f"bucket {self.url} is closed")
+        raise journal.Unavailable(f"bucket {self.url} is closed in this process; open it again")
 
     def _note_silence(self, reason: str) -> None:
         with self._lock:

@@ -35,7 +35,9 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> bytes | None:
     Both chunks are uint8 vectors of the same length, a multiple of `item_bytes`, the size of one array element.
     """
     if old.shape != new.shape or old.dtype != np.uint8 or new.dtype != np.uint8 or old.ndim != 1:
-        raise ValueError(f"chunks {old.dtype}{old.shape}, {new.dtype}{new.shape}; pass two uint8 vectors of one size")
+        raise ValueError(
+            f"the chunks are {old.dtype}{old.shape} and {new.dtype}{new.shape}; pass two uint8 vectors of one size"
+        )
     unit = _unit(item_bytes, len(new))
     xor = np.zeros(-(-len(new) // 8), np.uint64) if len(new) % 8 else np.empty(len(new) // 8, np.uint64)
     np.bitwise_xor(old, new, out=xor.view(np.uint8)[: len(new)])

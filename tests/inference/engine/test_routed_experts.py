@@ -147,7 +147,7 @@ def test_which_replies_have_the_field(ask):
 
 
 @pytest.mark.parametrize(
-    ("start", "words"), [(5, "= 5 is past the prompt's 5 tokens"), (-1, "greater than or equal to 0")]
+    ("start", "words"), [(5, "= 5 is not below the prompt's 5 tokens"), (-1, "greater than or equal to 0")]
 )
 def test_a_start_that_cannot_be(ask, start, words):
     sampling = {"routed_experts_prompt_start": start}

@@ -392,6 +392,9 @@ def test_headers_that_end_the_process_elsewhere():
     ]:
         with pytest.raises(ValueError, match=f"not readable as Parquet: {message}"):
             parquet.from_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    large = bytes(parquet_footer.MAX_FOOTER_BYTES + 1)
+    with pytest.raises(ValueError, match=f"{len(large)} bytes of footer, at most {len(large) - 1} are read"):
+        parquet.from_bytes(b"PAR1" + large + len(large).to_bytes(4, "little") + b"PAR1")
 
 
 def test_signature_covers_every_field_but_itself():

@@ -301,7 +301,8 @@ def test_help_lists_every_field_with_its_default_and_comment():
     defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "envs": {}}
     defaults |= {"evaluation.sets": {}, "chat_template_kwargs": {}}
     assert {name: shown.pop(name) for name in defaults} == {name: repr(value) for name, value in defaults.items()}
-    assert shown == {"loss_options.cross_entropy": "{}"}
+    losses = base.get_config().loss_options
+    assert shown == {f"loss_options.{name}": "{}" for name in losses if not losses[name]}
     for line in (  # alone; of a value in parentheses
         "rl.prompts_per_step = 32  # P: groups in a batch",
         "rl.score_errors = 'leave out'  # samples for which",
@@ -372,8 +373,12 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ({"rl__loss": "gropo"}, r"rl.loss = 'gropo' is unknown \(did you mean grpo\?\); choose one of "),
         ({"rl__samples_per_prompt": 0}, "rl.samples_per_prompt = 0 must be at least 1"),
         ({"trust__min_rate": 0.0}, r"trust.min_rate = 0.0 must be in \(0, 1\]"),
-        ({"trust__validators": ("http://v:1",)}, "trust.validators contains 'http://v:1'; write http://HOST:PORT#KEY"),
-        ({"trust__validators": (f"http://v:1#{'a' * 64}",) * 2}, "each key once"),
+        (
+            {"trust__validators": ("http://v:1",)},
+            "contains 'http://v:1', without a public key; write http://HOST:PORT#KEY",
+        ),
+        ({"trust__validators": ("v:1",)}, "trust.validators contains 'v:1', which is not a URL"),
+        ({"trust__validators": (f"http://v:1#{'a' * 64}",) * 2}, "whose key is listed more than once"),
         ({"trust__validators": (f"http://v:1#{'a' * 64}",), "trust__quorum": 2}, "trust.quorum = 2 exceeds the 1"),
         ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0 must be above 0"),
         ({"train__row_length": 32}, "inference.max_model_len = 64 exceeds train.row_length = 32"),
@@ -441,7 +446,7 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ({"evaluation__sets": {"A b": {}}}, "evaluation.sets has 'A b'; name sets by lower-case letters"),
         ({"evaluation__sets": {"a": 3}}, "evaluation.sets.a = 3 is not a set; write dict\\("),
         ({"evaluation__sets": {"a": {"tasks": 3}}}, "has the unknown field 'tasks'; use num_tasks, "),
-        ({"evaluation__sets": {"a": {"num_tasks": "3"}}}, "num_tasks = '3' must be a number of at least 1"),
+        ({"evaluation__sets": {"a": {"num_tasks": "3"}}}, "num_tasks = '3' must be a whole number of at least 1"),
         ({"rl__batch": "last"}, "rl.batch = 'last' is unknown; choose one of prescribed, first"),
         ({"rl__oversampling": 0.5}, "rl.oversampling = 0.5 must be at least 1"),
         ({"rl__oversampling": 2.0}, "set rl.batch = 'first' or rl.refill, or raise rl.max_lag"),
@@ -718,7 +723,7 @@ def mixed(**entries):
             mixed(sums={"ratios": 1}),
             r"envs.sums has no field 'ratios' \(did you mean envs.sums.ratio\?\); set one of name,",
         ),
-        (mixed(sums={"ratio": 0}), "envs.sums.ratio = 0 must be above 0; raise it, or remove envs.sums"),
+        (mixed(sums={"ratio": 0}), "envs.sums.ratio = 0 must be above 0, and finite; correct it, or remove envs.sums"),
         (mixed(sums={"samples_per_prompt": 0}), "envs.sums.samples_per_prompt = 0 must be at least 1"),
         (
             mixed(sums={"samples_per_prompt": 1}),

@@ -119,8 +119,12 @@ def with_entry(**fields):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_entry(name="reverse_text", ratio=0), "envs.a.ratio = 0 must be above 0; raise it, or remove envs.a"),
+        (
+            with_entry(name="reverse_text", ratio=0),
+            "envs.a.ratio = 0 must be above 0, and finite; correct it, or remove envs.a",
+        ),
         (with_entry(name="reverse_text", ratio=-1.5), "envs.a.ratio = -1.5 must be above 0"),
+        (with_entry(name="reverse_text", ratio=float("inf")), "envs.a.ratio = inf must be above 0, and finite"),
         (with_entry(name="reverse_text", ratio=float("nan")), "envs.a.ratio = nan must be above 0"),
         (with_entry(name="reverse_text", ratio="half"), "envs.a.ratio = 'half' is not a number; correct it"),
         (with_entry(name="reverse_text", ratio=True), "envs.a.ratio = True is not a number; correct it"),

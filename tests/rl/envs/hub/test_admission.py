@@ -127,7 +127,7 @@ def test_mistakes_of_the_user_are_errors_of_one_line(capsys, tmp_path):
         (["reverse_tex"], "did you mean reverse_text?"),
         (["reverse_text", "--tasks", 0], "--tasks 0 is below 1"),
         (["reverse_text", "--report", tmp_path / "r"], "--report needs --key"),
-        (["--verify", tmp_path / "none"], "does not exist; name the file of a report"),
+        (["--verify", tmp_path / "none"], "is not a file; name the file of a report"),
     ):
         assert commands.run("rl.envs", "check", *words) == 1
         error = capsys.readouterr().err

@@ -222,6 +222,18 @@ def test_a_field_that_the_episode_cannot_honor_is_refused(change):
     assert not session.streams
 
 
+def test_each_of_the_two_limits_of_tokens_is_checked_under_its_name():
+    """The newer field counts if both are sent; 0 is not taken for a field that is left out."""
+    for name, other in (
+        ("max_completion_tokens", {}),
+        ("max_completion_tokens", {"max_tokens": 4}),
+        ("max_tokens", {}),
+    ):
+        reply, session = ask("/chat/completions", {"messages": [USER], name: 0} | other)
+        assert reply.status_code == 400 and not session.streams
+        assert reply.json()["error"]["message"] == f"{name} = 0 is below 1; raise it"
+
+
 def test_values_of_the_run_may_be_repeated():
     body = {"messages": [USER], "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "stop": [], "user": "x"}
     assert ask("/chat/completions", body)[0].status_code == 200

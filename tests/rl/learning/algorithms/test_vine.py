@@ -11,7 +11,7 @@ OPTIONS = {"num_continuations": 3, "step_tokens": 2, "max_states": 2, "token_rat
 
 
 def test_advantages_add_up_to_the_reward_less_the_value_of_the_prompt():
-    """By hand: 7 tokens in steps of 2, 3, and 2; the sum over steps telescopes exactly for numbers that float64 holds."""
+    """Computed by hand: 7 tokens in steps of 2, 3, and 2; the sum over steps telescopes exactly for numbers that float64 holds."""
     got = vine.advantages(1.0, 0.25, 7, [2, 5], [0.5, 0.125])
     assert got.tolist() == [0.25, 0.25, -0.375, -0.375, -0.375, 0.875, 0.875]
     assert got[[0, 2, 5]].sum() + 0.25 == 1.0

@@ -340,7 +340,7 @@ def test_a_notice_saves_where_its_line_cannot_be_printed(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("localhost:1", 2, 2), "process_id = 2 must be below num_processes = 2"),
+        (("localhost:1", 2, 2), "process_id = 2 must be 0 to 1, as num_processes = 2"),
         (("localhost", 2, 0), "coordinator = 'localhost' must be HOST:PORT"),
         (
             ("localhost:1", 0, -1),
