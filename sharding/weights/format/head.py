@@ -53,7 +53,14 @@ Number = Annotated[int, pydantic.Field(ge=0, le=1 << 48)]
 
 
 class StaleHead(journal.CorruptSource):
-    """Raised for a head that is older than one accepted before. An honest relay may have one for a moment."""
+    """Raised for a head that is older than one accepted before. An honest relay may have one for a moment.
+
+    `is_behind` is True if its newest version is older, too, and False if only its signature is.
+    """
+
+    def __init__(self, text: str, *, is_behind: bool = False):
+        super().__init__(text)
+        self.is_behind = is_behind
 
 
 class ExpiredHead(journal.CorruptSource):
@@ -101,6 +108,11 @@ class Head:
     def newest(self) -> Entry | None:
         """The newest version of the newest epoch, or None while that epoch has none."""
         return max((entry for entry in self.versions.values() if entry.epoch == self.epoch), default=None)
+
+    @property
+    def renewal_s(self) -> float:
+        """The seconds after its signature in which the publisher of a run signs it again, or a newer one: a quarter of its time."""
+        return (self.expires_s - self.serial / 1000) / 4
 
     @property
     def order(self) -> tuple[int, int]:
@@ -270,7 +282,8 @@ class HeadVerifier:
             _require(entry.epoch <= head.epoch, text)
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
-            raise StaleHead("the head is of {}, older than {} accepted before; use another source".format(*texts))
+            text = "the head is of {}, older than {} accepted before; use another source".format(*texts)
+            raise StaleHead(text, is_behind=head.order < self.head.order)
 
     def _remember(self, head: Head) -> None:
         """Remembers the manifests of `head`, on disk first: a restart must refuse a second manifest of any number accepted."""

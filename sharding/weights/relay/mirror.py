@@ -38,6 +38,8 @@ FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S = 60.0, 3600.0  # until another version i
 ENTRY_BYTES = 16 << 10  # an object costs its upstream at least this
 REUSED_BYTES = 64 << 20  # a download thread keeps a buffer for objects up to this size
 MINUTE_S, LINE_CHARS = 60.0, 500  # at most one line per minute about errors, and its length
+RECENT_S = 600.0  # `Mirror.health` shows an error this long
+BEHIND_S = 21600.0  # an upstream with an old version is reported after `Head.renewal_s`, at most this long
 
 Pending = dict[journal.Object, concurrent.futures.Future]  # downloads that run
 
@@ -86,6 +88,7 @@ class Mirror:
         self._followed: _Followed | None = None
         self._follow_pauses, self._follow_from_s = retries.Backoff(FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S), 0.0
         self._poll_pauses, self._is_idle = retries.Backoff(0.05, 2.0), False
+        self._behind, self._behind_noted_s = "", -math.inf  # the error of an upstream that stays behind
         self._epoch, self._is_stale = -1, False  # when this step began; True if a resumed run begins another meanwhile
         self.thread = retries.LastingThread("mirror", self._step, self._fail)
         self.thread.start()
@@ -93,9 +96,9 @@ class Mirror:
     def health(self) -> dict:
         """Returns {"upstream": True if it answered last, "error": the last, "since": when steps began to fail, "epoch": the newest head's}.
 
-        "since" is a Unix time, or None; "epoch" is -1 without a head.
+        "error" is "" if none is recent; "since" is a Unix time, or None; "epoch" is -1 without a head.
         """
-        error, since = self.thread.error or self.log.last, self.thread.since
+        error, since = self.thread.error or self._behind or self.log.recent(), self.thread.since
         return {"upstream": self.is_upstream_alive, "error": error, "since": since, "epoch": self._plan.epoch}
 
     def stop(self) -> None:
@@ -141,7 +144,7 @@ class Mirror:
             listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
         except (OSError, ValueError) as error:
             if not self.thread.stopped.is_set():
-                self.is_upstream_alive = False
+                self.is_upstream_alive, self._behind = False, ""
                 self.log.note(error)
                 self._forget()  # meanwhile the upstream may publish a number again
                 self._store.recovered()
@@ -149,8 +152,21 @@ class Mirror:
             return None
         self._poll_pauses.reset()
         self.is_upstream_alive, self._listing = True, listing
+        self._note_behind()
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
         return listing
+
+    def _note_behind(self) -> None:
+        """Notes upstream relays whose newest version has been older than the accepted head for long, and again after as long, or a minute."""
+        head, now_s = self._trusted and self._trusted.head, time.monotonic()
+        listed = self.source.relays if isinstance(self.source, relays.Relays) else ()
+        most_s = min(head.renewal_s, BEHIND_S) if head else BEHIND_S
+        late = [(relay.url, *found) for relay in listed if (found := relay.behind) and now_s - found[0] > most_s]
+        lines = [f"{url} stays behind for {now_s - since_s:.0f} s: {error}" for url, since_s, error in late]
+        if lines and now_s - self._behind_noted_s > max(most_s, MINUTE_S):
+            self._behind_noted_s = now_s
+            self.log.note(head_lib.StaleHead("; ".join(lines)), is_rare=True)
+        self._behind = "; ".join(lines)
 
     def _try(self, step: Callable[[int], bool], number: int) -> bool:
         """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on.
@@ -352,27 +368,33 @@ class Mirror:
 
 
 class ErrorLog:
-    """The counters of a mirror, and its errors, of which at most a line per minute is printed, with the `name` of the upstream. Thread-safe."""
+    """The counters of a mirror, and its errors, of which at most a line per minute is printed, besides rare ones, with the `name` of the upstream. Thread-safe."""
 
     def __init__(self, name: str):
         self.counters = collections.Counter()
         self.last = ""
         self._name, self._lock = name, threading.Lock()
         self._printed_s, self._num_silent = -math.inf, 0  # when the last line was printed, errors since then
+        self._noted_s = -math.inf  # of the last error
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds `amount` to the counter `name`."""
         with self._lock:
             self.counters[name] += amount
 
-    def note(self, error: BaseException) -> None:
-        """Counts an error; prints it with the number of unprinted ones, unless the last line is fresh."""
+    def recent(self) -> str:
+        """Returns the last error, or "" if it is older than `RECENT_S`."""
+        with self._lock:
+            return self.last if time.monotonic() - self._noted_s < RECENT_S else ""
+
+    def note(self, error: BaseException, *, is_rare: bool = False) -> None:
+        """Counts an error; prints it with the number of unprinted ones, unless the last line is fresh and the error is not rare."""
         text = f"{self._name}: {error or type(error).__name__}"[:LINE_CHARS].replace("\n", " ")
         now_s = time.monotonic()
         with self._lock:
             self.counters[f"errors_{type(error).__name__}"] += 1
-            self.last, num_silent = text, self._num_silent
-            is_due = now_s - self._printed_s >= MINUTE_S
+            self.last, self._noted_s, num_silent = text, now_s, self._num_silent
+            is_due = is_rare or now_s - self._printed_s >= MINUTE_S
             self._printed_s, self._num_silent = (now_s, 0) if is_due else (self._printed_s, num_silent + 1)
         if is_due:
             more = f" (and {num_silent} errors in between)" if num_silent else ""

@@ -227,6 +227,32 @@ def test_a_relay_never_goes_back(pub, old, tmp_path):
             assert relay.mirror.log.counters["replaced_versions"] == 0
 
 
+def test_a_relay_reports_an_upstream_that_stays_behind(pub, old, tmp_path, monkeypatch, capsys):
+    """An older version is one line and a metric, and in /health until the upstream has the newest one; an older signature is neither."""
+    monkeypatch.setattr(mirror, "BEHIND_S", 0.3)
+    monkeypatch.setattr(mirror, "RECENT_S", 0.0)
+    options = {"trusted_key": TRUSTED, "options": QUICK}
+    data = resume(pub)
+    shutil.copytree(pub, tmp_path / "earlier")
+    with lying_upstream.LyingUpstream(pub, Behavior()) as upstream:
+        with proxy.running(upstream.url, tmp_path / "a", **options) as relay:
+            proxy.wait_until(lambda: relay.store.head == data)
+            upstream.root = old
+            proxy.wait_until(lambda: "stays behind" in relay.mirror.health()["error"])
+            assert relay.mirror.health()["upstream"] and relay.store.head == data
+            assert relay.mirror.log.counters["errors_StaleHead"] == 1
+            lines = [line for line in capsys.readouterr().err.splitlines() if "stays behind" in line]
+            assert len(lines) == 1 and "the head is of epoch 0, version 2" in lines[0] and upstream.url in lines[0]
+            time.sleep(0.01)  # a head's serial is its time in milliseconds
+            data = proxy.sign(pub, epoch=1, epochs={0: 0, 1: 0})
+            upstream.root = pub
+            proxy.wait_until(lambda: relay.store.head == data and not relay.mirror.health()["error"])
+            monkeypatch.setattr(mirror, "MINUTE_S", 0.0)
+            upstream.root = tmp_path / "earlier"
+            time.sleep(1.0)
+            assert not relay.mirror.health()["error"] and relay.mirror.log.counters["errors_StaleHead"] == 1
+
+
 def test_a_full_disk_is_not_the_liars(tmp_path, monkeypatch):
     """Room for two versions suffices: neither journals nor invented versions keep the newest out."""
     monkeypatch.setattr(mirror, "FOLLOWED_BYTES", 10_000_000)
