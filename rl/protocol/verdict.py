@@ -64,6 +64,9 @@ class Reason(enum.StrEnum):
     UNANSWERED = "unanswered"  # too many validators fail on this group alone: no fault of the worker
 
 
+NO_BLAME = (Reason.UNDECIDED, Reason.UNANSWERED, Reason.NEWCOMER)  # no fault of the worker: its group is made again
+
+
 @dataclasses.dataclass(frozen=True)
 class SignedVerdict:
     """A validator's statement about one group. All fields are plain values; `validator` and `run` are public keys in hex."""

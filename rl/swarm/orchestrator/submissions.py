@@ -30,7 +30,7 @@ from rl.swarm.orchestrator import state as state_lib
 from rl.swarm.orchestrator.groups import queue_entry
 from rl.swarm.orchestrator.groups.queue_entry import State
 from rl.swarm.orchestrator.state import RunState
-from rl.swarm.orchestrator.verdicts import verdict_case, verdict_collector
+from rl.swarm.orchestrator.verdicts import verdict_collector
 from rl.trust.verification import checks, evidence_log
 from rl.trust.verification import rules as rules_lib
 
@@ -263,7 +263,7 @@ class Submissions:
             entry = state.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
-            if verdict.reason in verdict_case.NO_BLAME:
+            if verdict.reason in verdict_lib.NO_BLAME:
                 state.counts[verdict.reason] += len(entry.rollouts)
                 return self._void(state, state.queue.requeue(key))
             state.counts["checked"] += len(entry.rollouts)

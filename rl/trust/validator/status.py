@@ -11,6 +11,7 @@ from typing import Any
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import flops as flops_lib
+from rl.protocol import verdict as verdict_lib
 from rl.protocol.ledger import balances
 from rl.trust.verification import checks
 
@@ -23,7 +24,7 @@ NO_FAULT: dict[str, str] = {
     checks.Reason.SAMPLES: "incomplete_group",
     checks.Reason.WEIGHTS: "crashed",
 }
-NO_OFFENSE = (checks.Reason.DUPLICATE, checks.Reason.UNSCORED, checks.Reason.NEWCOMER, TOO_MANY)
+NO_OFFENSE = (*verdict_lib.NO_BLAME, checks.Reason.DUPLICATE, checks.Reason.UNSCORED, TOO_MANY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The rules that an honest rollout keeps, each a function that returns a verdict. Nothing else states them.
 
 A check takes (subject, rules) and returns OK or a `Verdict` that rejects; `first_failure` runs a table of checks in order, cheap ones first.
-1. `AT_LEASE`: fields that follow from the lease. The orchestrator checks them under its lock (`check_at_lease`).
-2. `WITHOUT_WEIGHTS`: all that needs no model, AT_LEASE included. `claimed_logprobs` and `rewards` complete it; they take many
-   rollouts, since a call of numpy or of the scorer costs more than the arithmetic (18 against 390 us per rollout of 500 tokens).
+1. `AT_LEASE`: fields that follow from the lease. The orchestrator checks them under its lock (`check_at_lease`), so each takes microseconds.
+2. `IF_SIGNED`: all that needs no model, AT_LEASE included, of a rollout whose form and signature were checked (`UNSIGNED`; both together
+   are `WITHOUT_WEIGHTS`). `claimed_logprobs` and `rewards` complete it; they take many rollouts, since a call of numpy or of the
+   scorer costs more than the arithmetic (18 against 390 us per rollout of 500 tokens).
 3. `WITH_WEIGHTS`: a replay (rl/trust/verification/replay.py) of a rollout that passed WITHOUT_WEIGHTS. Routing is first: a false
    claim about experts must not change the result of the checks after it.
 

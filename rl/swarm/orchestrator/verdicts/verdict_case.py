@@ -22,7 +22,6 @@ UNDECIDED = checks.Verdict(Reason.UNDECIDED, "the validators contradict each oth
 UNANSWERED = checks.Verdict(Reason.UNANSWERED, "too many validators fail on this group alone")
 VOID = (Reason.UNDECIDED, Reason.UNANSWERED)  # no validator may give these reasons
 OF_MANY = (Reason.STATISTICS, Reason.NEWCOMER)  # reasons that rest on all groups that a validator happened to see
-NO_BLAME = (*VOID, Reason.NEWCOMER)  # no fault of the worker: the group is made again
 
 
 @dataclasses.dataclass
