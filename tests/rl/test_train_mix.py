@@ -20,6 +20,7 @@ FIELDS = {
     **{
         "rl.num_steps": 2,
         "rl.prompts_per_step": 3,
+        "rl.max_lag": 0,
         "evaluation.num_tasks": 4,
         "lora.rank": 2,
         "sampling.max_tokens": 12,

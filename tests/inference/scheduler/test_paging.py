@@ -137,14 +137,14 @@ def test_the_youngest_leave_first_and_the_oldest_return_first():
     assert table.make_room((), 8) == [0] and len(table.pages.pages(2)) == 4
     table.resume(())
     assert not swapped and table.groups == [middle.group, youngest.group]
-    table.release(2)
+    table.pages.release(2)
     all_slots.release(2)
     assert not table.fits(oldest.group)  # first those that wait
     table.resume(())
     ((slot, pages, num_copied),) = swapped  # for the other, the next call may lack a page
     assert (slot, len(pages), num_copied) == (0, 3, 3) and middle.group.num_running == 1
     youngest.group.future.cancel()
-    table.release(0)
+    table.pages.release(0)
     assert table.drop_done() == 1 and not table and table.fits(oldest.group)
 
 
