@@ -104,7 +104,7 @@ class Relay:
         self.tag, self.is_alive, self.reason = "", False, ""
         self.refused: journal.CorruptSource | None = None  # the error of its head
         # time.monotonic() since when its newest version is older than the accepted head's, and the error
-        self.behind: tuple[float, str] | None = None
+        self.stale: tuple[float, str] | None = None
         self.cursors: dict[int, tuple[str, int]] = {}  # version -> epoch of the relay's journal, entries read
         self.success = 1.0
         self.bytes_per_s: float | None = None

@@ -141,18 +141,18 @@ class Relays:
             numbers = [*complete, *partial]
             if len(numbers) > MAX_LISTED or any(type(n) is not int or not 0 <= n < 10**15 for n in numbers):
                 raise ValueError(f"the relay's /versions are not at most {MAX_LISTED} integers >= 0")
-            data, behind = None if head is None else head.encode(), None
+            data, stale = None if head is None else head.encode(), None
             if data is not None and self.trusted is not None:
                 try:
                     self.trusted.accept(data, expired=True)
                 except head_lib.StaleHead as error:  # the relay may be late: the newest head counts
-                    since_s = relay.behind[0] if relay.behind else time.monotonic()
-                    behind = (since_s, str(error)) if error.is_behind else None
+                    since_s = relay.stale[0] if relay.stale else time.monotonic()
+                    stale = (since_s, str(error)) if error.is_old_version else None
             relay.claims = tuple(sorted(complete)), tuple(sorted(partial)), data
             relay.tag, relay.is_alive, relay.refused = urllib.parse.quote(str(tag)[:100]), True, None
-            relay.behind = behind
+            relay.stale = stale
         except (range_get.Failed, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            relay.claims, relay.tag, relay.is_alive, relay.behind = ((), (), None), "", False, None
+            relay.claims, relay.tag, relay.is_alive, relay.stale = ((), (), None), "", False, None
             relay.reason = str(error)[:300]
             relay.refused = error if isinstance(error, journal.CorruptSource) else None
 

@@ -55,12 +55,12 @@ Number = Annotated[int, pydantic.Field(ge=0, le=1 << 48)]
 class StaleHead(journal.CorruptSource):
     """Raised for a head that is older than one accepted before. An honest relay may have one for a moment.
 
-    `is_behind` is True if its newest version is older, too, and False if only its signature is.
+    `is_old_version` is True if its newest version is older, too, and False if only its signature is.
     """
 
-    def __init__(self, text: str, *, is_behind: bool = False):
+    def __init__(self, text: str, *, is_old_version: bool = False):
         super().__init__(text)
-        self.is_behind = is_behind
+        self.is_old_version = is_old_version
 
 
 class ExpiredHead(journal.CorruptSource):
@@ -283,7 +283,7 @@ class HeadVerifier:
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
             text = "the head is of {}, older than {} accepted before; use another source".format(*texts)
-            raise StaleHead(text, is_behind=head.order < self.head.order)
+            raise StaleHead(text, is_old_version=head.order < self.head.order)
 
     def _remember(self, head: Head) -> None:
         """Remembers the manifests of `head`, on disk first: a restart must refuse a second manifest of any number accepted."""

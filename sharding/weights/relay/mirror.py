@@ -88,7 +88,7 @@ class Mirror:
         self._followed: _Followed | None = None
         self._follow_pauses, self._follow_from_s = retries.Backoff(FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S), 0.0
         self._poll_pauses, self._is_idle = retries.Backoff(0.05, 2.0), False
-        self._behind, self._behind_noted_s = "", -math.inf  # the error of an upstream that stays behind
+        self._stale, self._stale_noted_s = "", -math.inf  # the error of a stale upstream
         self._epoch, self._is_stale = -1, False  # when this step began; True if a resumed run begins another meanwhile
         self.thread = retries.LastingThread("mirror", self._step, self._fail)
         self.thread.start()
@@ -98,7 +98,7 @@ class Mirror:
 
         "error" is "" if none is recent; "since" is a Unix time, or None; "epoch" is -1 without a head.
         """
-        error, since = self.thread.error or self._behind or self.log.recent(), self.thread.since
+        error, since = self.thread.error or self._stale or self.log.recent(), self.thread.since
         return {"upstream": self.is_upstream_alive, "error": error, "since": since, "epoch": self._plan.epoch}
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ class Mirror:
             listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
         except (OSError, ValueError) as error:
             if not self.thread.stopped.is_set():
-                self.is_upstream_alive, self._behind = False, ""
+                self.is_upstream_alive, self._stale = False, ""
                 self.log.note(error)
                 self._forget()  # meanwhile the upstream may publish a number again
                 self._store.recovered()
@@ -152,21 +152,21 @@ class Mirror:
             return None
         self._poll_pauses.reset()
         self.is_upstream_alive, self._listing = True, listing
-        self._note_behind()
+        self._note_stale()
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
         return listing
 
-    def _note_behind(self) -> None:
+    def _note_stale(self) -> None:
         """Notes upstream relays whose newest version has been older than the accepted head for long, and again after as long, or a minute."""
         head, now_s = self._trusted and self._trusted.head, time.monotonic()
         listed = self.source.relays if isinstance(self.source, relays.Relays) else ()
         most_s = min(head.renewal_s, BEHIND_S) if head else BEHIND_S
-        late = [(relay.url, *found) for relay in listed if (found := relay.behind) and now_s - found[0] > most_s]
-        lines = [f"{url} stays behind for {now_s - since_s:.0f} s: {error}" for url, since_s, error in late]
-        if lines and now_s - self._behind_noted_s > max(most_s, MINUTE_S):
-            self._behind_noted_s = now_s
+        late = [(relay.url, *found) for relay in listed if (found := relay.stale) and now_s - found[0] > most_s]
+        lines = [f"{url} has been stale for {now_s - since_s:.0f} s: {error}" for url, since_s, error in late]
+        if lines and now_s - self._stale_noted_s > max(most_s, MINUTE_S):
+            self._stale_noted_s = now_s
             self.log.note(head_lib.StaleHead("; ".join(lines)), is_rare=True)
-        self._behind = "; ".join(lines)
+        self._stale = "; ".join(lines)
 
     def _try(self, step: Callable[[int], bool], number: int) -> bool:
         """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on.

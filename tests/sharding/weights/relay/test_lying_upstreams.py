@@ -238,10 +238,10 @@ def test_a_relay_reports_an_upstream_that_stays_behind(pub, old, tmp_path, monke
         with proxy.running(upstream.url, tmp_path / "a", **options) as relay:
             proxy.wait_until(lambda: relay.store.head == data)
             upstream.root = old
-            proxy.wait_until(lambda: "stays behind" in relay.mirror.health()["error"])
+            proxy.wait_until(lambda: "has been stale" in relay.mirror.health()["error"])
             assert relay.mirror.health()["upstream"] and relay.store.head == data
             assert relay.mirror.log.counters["errors_StaleHead"] == 1
-            lines = [line for line in capsys.readouterr().err.splitlines() if "stays behind" in line]
+            lines = [line for line in capsys.readouterr().err.splitlines() if "has been stale" in line]
             assert len(lines) == 1 and "the head is of epoch 0, version 2" in lines[0] and upstream.url in lines[0]
             time.sleep(0.01)  # a head's serial is its time in milliseconds
             data = proxy.sign(pub, epoch=1, epochs={0: 0, 1: 0})
