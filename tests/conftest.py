@@ -25,13 +25,13 @@ jax.config.update("jax_num_cpu_devices", 8)  # must precede the first use of a b
 jax.config.update("jax_numpy_rank_promotion", "raise")  # advantage_B * logp_BT with B == T is wrong and finite
 TESTS = pathlib.Path(__file__).parent
 LONGEST = """
-    rl/test_train_loop.py models/kernels/test_splash_attention.py rl/learning/learner/test_train_step.py inference/server/test_startup.py
-    models/test_transformer.py rl/learning/learner/test_lora.py rl/learning/learner/test_masters.py rl/trust/verification/test_verifier.py
-    rl/learning/learner/test_router_replay.py rl/trust/verification/test_cheats.py models/kernels/test_cpu_attention.py
-    rl/learning/learner/test_router_balance.py models/test_moe.py rl/envs/scoring/test_scorer.py rl/trust/verification/test_episodes.py
-    rl/swarm/orchestrator/test_verdict_collector.py models/test_families.py rl/test_worker.py rl/test_kills.py rl/test_train.py
-    rl/trust/verification/test_checks.py rl/swarm/orchestrator/test_schedules.py models/hf/test_checkpoint.py rl/swarm/test_swarm.py
-    rl/swarm/orchestrator/test_forgery.py rl/test_train_mix.py inference/engine/test_cpu_sub_batches.py
+    rl/test_own_worker.py rl/test_train_loop.py rl/test_train.py rl/envs/sandbox/test_pool.py inference/engine/test_cpu_layers.py
+    rl/test_worker.py rl/learning/learner/test_train_step.py models/kernels/test_splash_attention.py rl/swarm/orchestrator/test_nodes.py
+    rl/envs/scoring/test_scorer.py rl/envs/foreign/test_early.py models/test_moe.py models/test_families.py rl/test_train_mix.py
+    rl/learning/algorithms/test_losses.py inference/test_serve.py rl/swarm/orchestrator/test_verdict_collector.py
+    rl/trust/verification/test_verifier.py rl/envs/hub/test_tryout.py inference/scheduler/test_scheduler.py sharding/mesh/test_fsdp.py
+    rl/trust/test_audit.py rl/experiment/plan/test_plan.py models/kernels/test_cpu_transposed.py models/hf/test_checkpoint.py
+    rl/envs/catalog/test_episodes.py rl/test_kills.py
 """.split()  # files by `python -m pytest --durations=0`
 
 
