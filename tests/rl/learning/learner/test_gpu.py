@@ -23,6 +23,8 @@ def text_for_cuda(name: str) -> tuple[str, int, bool]:
         c.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=16, first_dense_layers=0)
     c.model.rope_dim = min(c.model.rope_dim, 4)
     c.init_from, c.inference.mesh.tensor = "", c.inference.mesh.tensor or 1
+    c.sampling.max_tokens, c.evaluation.num_tasks = c.sampling.max_tokens or 64, c.evaluation.num_tasks or 1
+    c.model.remat = {"auto": "block"}.get(c.model.remat, c.model.remat)
     for section, field, value in (("train", "row_length", 4096), ("train", "rows", 2), ("rl", "prompts_per_step", 4)):
         c[section][field] = c[section][field] or value
     c.inference.update(num_slots=c.inference.num_slots or 8, max_model_len=c.inference.max_model_len or 2048)
