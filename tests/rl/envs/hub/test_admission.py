@@ -68,6 +68,12 @@ def data(tmp_path_factory):
     (folder / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = [{"problem": f"What is {i} + {i}?", "answer": f"{2 * i}"} for i in range(60)]
     (folder / "math.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
+    row = {"source": "made", "task_type": "verifiable_math"}
+    tasks = [row | {"problem_id": f"{i}", "prompt": f"What is {i} + {i}?"} for i in range(60)]
+    infos = [{"verification_info": json.dumps({"ground_truth": f"{2 * i}"})} for i in range(60)]
+    (folder / "genesys.jsonl").write_text(
+        "".join(json.dumps(task | info) + "\n" for task, info in zip(tasks, infos, strict=True))
+    )
     return folder
 
 
@@ -76,6 +82,7 @@ OPTIONS = {  # of environments that need some
     "math": lambda data: ("math", {"path": str(data / "math.jsonl")}),
     "dataset": lambda data: ("dataset", {"path": str(data / "rows"), "reward": "number"}),
     "reasoning_gym": lambda data: ("reasoning_gym:chain_sum", {}),
+    "genesys": lambda data: ("genesys", {"path": str(data / "genesys.jsonl")}),
     "logic": lambda data: ("logic", {"mix": "chain_sum=2,syllogism"}),
 }
 OURS = [name for name in catalog.ENVS if name not in package.FRAMEWORKS]
