@@ -136,7 +136,7 @@ def _signals() -> Iterator[None]:
     repeated: list[int] = []
 
     def note_wait() -> None:
-        cli.note("interrupted; it ends after the computation in progress, and Ctrl-C again ends it at once")
+        cli.note("interrupted; it ends after the computation in progress, and Ctrl-C again ends it immediately")
 
     def take(number: int) -> None:
         if signal.getsignal(number) not in (signal.default_int_handler, _terminate):

@@ -128,7 +128,10 @@ def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
 
 def _keep(path: pathlib.Path, entry: dict) -> None:
     """Adds an evaluation to a JSON file; replaces an earlier one of the same step and the same changed fields."""
-    place = lambda e: (e["step"], e.get("changed"))  # noqa: E731
+
+    def place(e: dict) -> tuple:
+        return e["step"], e.get("changed")
+
     others = [e for e in atomic_file.read_json(path, list) if place(e) != place(entry)]
     entries = sorted([*others, entry], key=lambda e: e["step"])
     atomic_file.write(path, (json.dumps(entries, indent=1) + "\n").encode())

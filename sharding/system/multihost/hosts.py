@@ -197,7 +197,7 @@ class Hosts:
 
 def _note_end() -> None:
     with contextlib.suppress(OSError):  # the terminal is gone
-        cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once")
+        cli.note("the run saves a checkpoint after this step and ends; Ctrl-C again ends it immediately")
 
 
 ALONE = Hosts()

@@ -112,7 +112,11 @@ def swarm_of_stand_ins(workdir, output):
     specs = [
         supervisor.Spec(name, name[:-1], [STAND_IN, name, str(workdir / "log")]) for name in ("worker0", "server0")
     ]
-    processes.plan = lambda *_, **__: processes.Swarm(specs, "http://127.0.0.1:9", {}, {})
+
+    def plan(*args, **options):
+        return processes.Swarm(specs, "http://127.0.0.1:9", {}, {})
+
+    processes.plan = plan
     sys.exit(commands.run("rl.swarm", "--config=configs/quickstart.py", f"--workdir={workdir}", "--validators=0"))
 
 

@@ -14,21 +14,14 @@ from rl.envs.foreign import early, isolation
 from rl.envs.hub import tryout
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
+from tests.support import foreign_sums
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 NAME = "plain:begun:build"
-ENVIRONMENT = """
-import json, os, pathlib, sys, time, urllib.request
-
-class Sums:
-    tasks = [f"{n} + {n}" for n in range(50)]
-
-    def run(self, task, base_url):
-        body = {"model": "policy", "messages": [{"role": "user", "content": f"What is {task}?"}]}
-        headers = {"content-type": "application/json", "authorization": "Bearer x"}
-        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-        json.loads(urllib.request.urlopen(request).read())
-        return {"reward": 1.0}
+ENVIRONMENT = (
+    foreign_sums.CODE
+    + """
+import os, pathlib, sys, time
 
 def build(*, marker="", hang=False, others=()):
     print("the environment loads", file=sys.stderr, flush=True)
@@ -37,8 +30,9 @@ def build(*, marker="", hang=False, others=()):
         os.rename(f"{marker}.new", marker)
     while hang:
         time.sleep(1)
-    return Sums()
+    return Sums([f"{n} + {n}" for n in range(50)])
 """
+)
 # In place of JAX, the first slow import of the learner. Its status is 7 if the environment's process runs by then.
 JAX = """
 import os, pathlib, signal, sys, time

@@ -11,7 +11,7 @@ from models.text import tokenizer
 from rl.envs.hub import tryout
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
-from tests.support import commands
+from tests.support import commands, foreign_sums
 
 BROKEN = """
 from rl.envs.interface import environment
@@ -45,19 +45,10 @@ def test_a_failed_episode_is_named_and_the_exit_code_is_1(capfd, tmp_path: pathl
     assert out.count("scores: reward 1") == 2
 
 
-STRANGE = """
-import atexit, dataclasses, json, pathlib, sys, time, types, urllib.request
-
-class Sums:
-    def __init__(self, tasks):
-        self.tasks = tasks
-
-    def run(self, task, base_url):
-        body = {"model": "policy", "messages": [{"role": "user", "content": f"What is {task}?"}]}
-        headers = {"content-type": "application/json", "authorization": "Bearer x"}
-        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-        json.loads(urllib.request.urlopen(request).read())
-        return {"reward": 1.0}
+STRANGE = (
+    foreign_sums.CODE
+    + """
+import atexit, dataclasses, pathlib, sys, time, types
 
 class Late(Sums):
     def run(self, task, base_url):
@@ -117,6 +108,7 @@ class Game:
     def step(self, action: Action):
         return Seen("no", 1.0, True)
 """
+)
 REHEARSALS = {
     "options": (
         "plain:strange:sums",

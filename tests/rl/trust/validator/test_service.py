@@ -448,7 +448,7 @@ def test_another_state_file_than_ours(tmp_path):
         validator_state.State(tmp_path / "absent" / "state.db", "a run")
 
 
-def judge_until_killed(folder, told):
+def judge_until_killed(folder, answers):
     """Runs in a separate process and sends each verdict when it is reported. Groups whose number divides by 3 are refused."""
     keeper, node = (rollout_lib.WorkerKey.load(folder / f"{name}.key") for name in ("keeper", "node"))
     stand = Stand(folder, Checker(file_validator.rules(400)), keeper=keeper, min_rate=0.05, eject=False)
@@ -458,23 +458,23 @@ def judge_until_killed(folder, told):
         sha = hashlib.sha256(path.read_bytes()).hexdigest()
         if sha not in stand.ledger.state.works:
             stand.ledger.append(events.sign("submit", node.worker, node, work=sha, units=flops(rollouts)))
-        told.send([path.name, sha, stand.ask(path.name, sha).status])
+        answers.send([path.name, sha, stand.ask(path.name, sha).status])
 
 
 def run_and_kill(folder, count, rng):
     """Returns the verdicts of a process that is killed some time after its `count`-th one."""
-    told, (here, there) = [], commands.CONTEXT.Pipe(duplex=False)
+    answers, (here, there) = [], commands.CONTEXT.Pipe(duplex=False)
     process = commands.CONTEXT.Process(target=judge_until_killed, args=(folder, there))
     process.start()
     there.close()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            told.append(here.recv())
-            if len(told) == count:
+            answers.append(here.recv())
+            if len(answers) == count:
                 time.sleep(rng.random() * 0.02)
                 process.kill()
     process.join()
-    return told
+    return answers
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(25, marks=pytest.mark.slow)])
@@ -484,15 +484,15 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
         key.save(tmp_path / f"{name}.key")
     for number in range(12 * num_kills):
         (tmp_path / "files" / f"{number:03}.parquet").write_bytes(parquet.to_bytes(group(number)))
-    rng, told = random.Random(0), {}
+    rng, answers = random.Random(0), {}
     for _ in range(num_kills):
-        for name, sha, status in run_and_kill(tmp_path, len(told) + 5, rng):
-            assert told.setdefault(sha, (name, status)) == (name, status)  # the same after every kill
-    assert 5 * num_kills <= len(told) < 12 * num_kills
-    assert {status for _, status in told.values()} == {"accept", "reject"}
+        for name, sha, status in run_and_kill(tmp_path, len(answers) + 5, rng):
+            assert answers.setdefault(sha, (name, status)) == (name, status)  # the same after every kill
+    assert 5 * num_kills <= len(answers) < 12 * num_kills
+    assert {status for _, status in answers.values()} == {"accept", "reject"}
     stand = Stand(tmp_path, Checker(file_validator.rules(400)), eject=False)
     files = stand.state.all(validator_state.FILES)
-    for sha, (name, status) in told.items():
+    for sha, (name, status) in answers.items():
         assert files[sha]["status"] == stand.service.status(name).status == status
         assert stand.ledger.state.works[sha].status == {"accept": "accepted", "reject": "invalidated"}[status]
     accepted = [file for file in files.values() if file["status"] == "accept"]
